@@ -1,0 +1,61 @@
+"""The launch function behind each (key, build name): the only place that knows the catalogue and the kernels.
+
+Modules are imported when one of their builds is first launched, so that a machine without a GPU never loads Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from dispatch_core import CATALOGUE, SLOTS, AttentionCall, TileConfig
+
+Launch = Callable[..., tuple[Any, ...]]
+
+_MODULES = {
+    "prefill": {"xla": "pallas_kernels.xla.prefill", "sm80": "pallas_kernels.sm80.prefill"},
+    "decode": {"xla": "pallas_kernels.xla.decode", "sm80": "pallas_kernels.sm80.decode"},
+    "paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged"},
+}
+# Builds are named after targets, not after technology: where no Mosaic kernel is faster yet, an sm90 build launches Triton code.
+_MODULES = {room: {**modules, "sm90": modules["sm80"]} for room, modules in _MODULES.items()}
+
+
+@lru_cache(maxsize=256)
+def launch_function(key: str, build: str) -> Launch:
+    """launch(call, tile, **arrays) -> results, for a shipped build.
+
+    Args:
+      key: a dispatch key of the catalogue.
+      build: the name of one of its builds.
+    """
+    if build not in {b.name for b in CATALOGUE[key].builds}:
+        raise KeyError(f"{key} has no {build} build")
+    if key in SLOTS["prefill"]:
+        module = import_module(_MODULES["prefill"][build])
+        return _prefill(module.dense_prefill, module.packed_prefill)
+    if key in SLOTS["decode"]:
+        return import_module(_MODULES["decode"][build]).decode
+    paged = import_module(_MODULES["paged"][build])
+    if key in SLOTS["decode_paged"]:
+        return paged.paged_decode
+    return paged.paged_prefill if key in SLOTS["prefill_paged"] else paged.append
+
+
+def _prefill(dense: Launch, packed: Launch) -> Launch:
+    """The prefill keys serve both layouts; sequences packed with one length are a dense batch by reshape."""
+
+    def launch(call: AttentionCall, tile: TileConfig, *, q: Any, k: Any, v: Any, **arrays: Any) -> tuple[Any, ...]:
+        if "cu_seqlens_q" not in arrays:
+            return dense(call, tile, q=q, k=k, v=v, **arrays)
+        if not call.is_uniform:
+            return packed(call, tile, q=q, k=k, v=v, **arrays)
+        rows = {name: arrays[name] for name in arrays if not name.startswith("cu_seqlens")}
+        split = {name: a.reshape(call.batch, -1, *a.shape[1:]) for name, a in (("q", q), ("k", k), ("v", v))}
+        o, lse = dense(call, tile, **split, q_lengths=None, kv_lengths=None, **rows)
+        join = lambda a: None if a is None else a.reshape(-1, *a.shape[2:])  # noqa: E731
+        return join(o), join(lse)
+
+    return launch
