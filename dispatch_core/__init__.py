@@ -3,7 +3,17 @@
 Standard library only: nothing here touches an array, a device or a framework.
 """
 
-from dispatch_core.calls import BACKENDS, ELEMENT_BYTES, FLOAT8, HALF_TYPES, ROPE_STYLES, AttentionCall, Paging, RopeFacts, Window
+from dispatch_core.calls import (
+    BACKENDS,
+    ELEMENT_BYTES,
+    FLOAT8,
+    HALF_TYPES,
+    ROPE_STYLES,
+    AttentionCall,
+    Paging,
+    RopeFacts,
+    Window,
+)
 from dispatch_core.costs import Cost, roofline, visible_pairs
 from dispatch_core.explanation import Explanation, explain
 from dispatch_core.hardware import DEVICES, Device, device_named

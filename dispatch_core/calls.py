@@ -76,7 +76,8 @@ class RopeFacts:
 class AttentionCall:
     """What is known of a call when it is traced; hashable, and the only thing a rule may read.
 
-    What was not asked for is None. Synonyms are one spelling: a window that hides nothing is None, softcap 0 is None, a
+    What was not asked for is None. Synonyms are one spelling: a window that hides nothing is None (and a demand for the
+    sliding-window backend with one is "auto"), softcap 0 is None, a
     `head_dim_v`, `kv_dtype` or `out_dtype` equal to its default, and a scale equal to head_dim ** -0.5, are None.
 
     Attributes:
@@ -157,6 +158,8 @@ class AttentionCall:
         is_default("out_dtype", "bfloat16" if self.is_fp8 else self.dtype)
         if self.window is not None:
             object.__setattr__(self, "window", self._visible_window(self.window))
+            if self.window is None and self.backend == "sliding_window":
+                object.__setattr__(self, "backend", "auto")
 
     def _visible_window(self, window: Window) -> Window | None:
         """The window with each bound that hides no key dropped; None when neither hides any.

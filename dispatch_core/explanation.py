@@ -89,7 +89,7 @@ def explain(
     build: str | None = None,
 ) -> Explanation:
     """As `select_kernel_key`, but a refused call is explained instead of raised."""
-    cost = append_roofline(call) if keys == APPEND_PAGED_KEYS else roofline(call, not set(keys).isdisjoint(PAGED_PREFILL_EXTENDED_KEYS))
+    cost = _roofline(keys, call)
     asked = candidates(keys, call, kernels, replaced, build)
     try:
         choice = choose(keys, call, kernels, replaced, build)
@@ -107,6 +107,12 @@ def explain(
         roofline=cost,
         others=tuple((c.key, c.refusals or yields) for c in asked if c.key != choice.key),
     )
+
+
+def _roofline(keys: tuple[str, ...], call: AttentionCall) -> Cost:
+    if keys == APPEND_PAGED_KEYS:
+        return append_roofline(call)
+    return roofline(call, appends=not set(keys).isdisjoint(PAGED_PREFILL_EXTENDED_KEYS))
 
 
 def _why(choice: Choice, is_replacement: bool) -> str:

@@ -66,7 +66,9 @@ def one_of(fact: str, values: tuple[Any, ...]) -> Condition:
 
 def absent(fact: str, name: str) -> Condition:
     """A fact that is None when not asked for is None."""
-    return Condition(f"no {name}", lambda call: getattr(call, fact) is None, lambda call: f"{name} {_plain(getattr(call, fact))}")
+    return Condition(
+        f"no {name}", lambda call: getattr(call, fact) is None, lambda call: f"{name} {_plain(getattr(call, fact))}"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -99,7 +101,9 @@ FILLS_THE_DEVICE = Condition(
     lambda call: f"{call.batch * call.q_heads * (call.max_seqlen_q // 256)} on {call.device.sm_count} SMs",
 )
 SAME_CACHE_TYPE = Condition(
-    "k and v of q's element type", lambda call: call.cache_dtype == call.dtype, lambda call: f"{call.cache_dtype} for {call.dtype}"
+    "k and v of q's element type",
+    lambda call: call.cache_dtype == call.dtype,
+    lambda call: f"{call.cache_dtype} for {call.dtype}",
 )
 FP8_CACHE = Condition(f"a {FLOAT8} cache", lambda call: call.cache_dtype == FLOAT8, lambda call: call.cache_dtype)
 ONE_TOKEN = one_of("max_seqlen_q", (1,))
@@ -151,8 +155,7 @@ VARLEN = Region(
 SLIDING_WINDOW = Region("sliding window", (HAS_WINDOW, NOT_FP8, one_of("backend", ("auto", "sliding_window"))))
 _FP8_REQUEST = Region("FP8", (FP8, one_of("backend", ("auto", "fp8"))))
 FP8_SQUARE = (
-    _FP8_REQUEST
-    & Region("square", (NO_CAUSAL_MASK, NO_WINDOW, UNIFORM, AS_MANY_KEYS, one_of("head_dim", (64, 128, 256))))
+    _FP8_REQUEST & Region("square", (NO_CAUSAL_MASK, NO_WINDOW, UNIFORM, AS_MANY_KEYS, one_of("head_dim", (64, 128, 256))))
 ).named("FP8 square")
 FP8_ANY = _FP8_REQUEST.named("FP8")
 

@@ -104,7 +104,9 @@ def _choose(
     refused = [c for c in asked if c.refusals and c.is_replacement]
     if len(chosen) > 1:
         tied = ", ".join(c.key for c in chosen)
-        raise AmbiguousDispatchError(f"dispatch is ambiguous: {tied} all serve this call with the same standing.\n  call: {call}")
+        raise AmbiguousDispatchError(
+            f"dispatch is ambiguous: {tied} all serve this call with the same standing.\n  call: {call}"
+        )
     if not chosen or (refused and not chosen[0].is_replacement):
         _refuse(asked, refused, chosen[0].key if chosen else None, call, build)
     kernel = kernels[chosen[0].key]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dispatch_core.calls import ELEMENT_BYTES, AttentionCall
 
 MERGE_SECONDS = 3e-6  # launching the merge: 2 to 4 us on an H200
-MAX_SPLITS = 128  # the merge holds one log-sum-exp per split in one block of threads
+MAX_SPLITS = 256  # more than the SMs of any device named here: one KV head's splits alone fill each of them
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,13 @@ def tiles_of_split(split: int, num_splits: int, tiles: int) -> tuple[int, int]:
 
 
 def reachable_keys(call: AttentionCall) -> int:
-    """Most keys that one sequence's queries can see: all of them, or what a left bound leaves (the last query is the last key)."""
+    """Most keys that a sequence's queries can see: all, or what a left bound leaves (the last query sits on the last key)."""
     if call.window is None or call.window.left is None:
         return call.max_seqlen_kv
     return min(call.max_seqlen_kv, call.window.left + call.max_seqlen_q)
 
 
-def split_plan(
-    call: AttentionCall, block_q: int, block_kv: int, max_splits: int = MAX_SPLITS, partition: int = 1
-) -> SplitPlan:
+def split_plan(call: AttentionCall, block_q: int, block_kv: int, max_splits: int = MAX_SPLITS, partition: int = 1) -> SplitPlan:
     """The plan that moves the fewest bytes through the busiest SM; of equals, the one with the fewest splits.
 
     With P programs before splitting and s splits, the device runs ceil(P s / sm_count) waves, each as long as the longest
@@ -98,5 +96,6 @@ def split_plan(
         return waves * (longest + partial_bytes) + merge_bytes + -(-programs // sm_count) * splits * partial_bytes
 
     most = max(1, min(tiles, max_splits, -(-keys // partition)))
-    splits = min(range(1, most + 1), key=lambda s: (cost(s), s))
+    shortening = (s for s in range(1, most + 1) if s == 1 or -(-tiles // s) < -(-tiles // (s - 1)))
+    splits = min(shortening, key=lambda s: (cost(s), s))
     return SplitPlan(splits, tiles, programs * splits, -(-programs * splits // sm_count))

@@ -100,7 +100,7 @@ class Policy:
                 shape = Shape(row.q_bytes, row.q_bytes, row.max_head_dim, row.max_head_dim, row.tile.block_q)
                 needed = self.shared_bytes(row.tile, shape)
                 if needed > table.shared_memory:
-                    raise ValueError(f"tile row {row} needs {needed} bytes of shared memory, its table has {table.shared_memory}")
+                    raise ValueError(f"{row} needs {needed} bytes of shared memory, its table has {table.shared_memory}")
 
 
 def padded(size: int) -> int:
@@ -160,7 +160,6 @@ _SM80_PREFILL = Policy(
                 (_NARROW, 128, _tile(128, 32, 8, 3), _RING),
                 (_NARROW, 256, _tile(64, 32, 8, 2), _RING),
                 ((4,), 64, _tile(64, 32, 4, 2), _RING),
-                ((4,), 128, _tile(32, 32, 4, 2), _RING),
             ),
         ),
     ),
@@ -230,8 +229,8 @@ def fitting_tile(call: AttentionCall, family: str) -> TileConfig | str:
     policy, shape, device = POLICIES[family], shape_of(call), call.device
     tile = _largest_fitting(family, device.arch, device.shared_memory_per_block, shape)
     if tile is None:
-        needed = policy.shared_bytes(_clipped(policy, policy.safe_tiles[-1], shape), shape)
-        return f"needs {needed} bytes of shared memory for the smallest tile, {device.name} has {device.shared_memory_per_block}"
+        needed, available = policy.shared_bytes(policy.safe_tiles[-1], shape), device.shared_memory_per_block
+        return f"needs {needed} bytes of shared memory for the smallest tile, {device.name} has {available}"
     plan = _plan(call, policy, tile)
     return tile if plan is None else replace(tile, num_splits=plan.num_splits)
 

@@ -17,8 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 
 from dispatch_core import CATALOGUE, DEVICES, SLOTS, AttentionCall, Choice, Device, Explanation, Kernel, choose, select_tile_config
 from dispatch_core import explain as explain_call
@@ -26,6 +24,7 @@ from jax_ops import checks, gradients, sharding
 from jax_ops.devices import resolve_device
 from jax_ops.request import Arrays, Invocation, Request, facts, normalise
 from jax_ops.signature import SIGNATURES
+from jax_ops.transforms import transformable
 from pallas_kernels import builds
 
 logger = logging.getLogger("jax_ops")
@@ -144,48 +143,9 @@ def _seam(request: Request, names: tuple[str, ...]) -> Callable[..., tuple[jax.A
     def launch(*arrays: Any) -> tuple[jax.Array, ...]:
         return _launch(request, dict(zip(names, arrays, strict=True)))
 
-    partitioned = custom_partitioning(launch)
-    partitioned.def_partition(
-        partition=sharding.partition(request, names, launch), sharding_rule=sharding.rule(request, names)
-    )
-
-    @custom_vmap
-    def batched(*arrays: Any) -> tuple[jax.Array, ...]:
-        return partitioned(*arrays)
-
-    @batched.def_vmap
-    def _(axis_size: int, in_batched: list[bool], *arrays: Any) -> Any:
-        outputs = _fold(batched, request, names, axis_size, in_batched, arrays)
-        return outputs, tuple(True for _ in outputs)
-
-    return gradients.differentiable(batched, request, names, forward=lambda: _seam(replace(request, return_lse=True), names))
-
-
-def _fold(
-    batched: Callable[..., Any], request: Request, names: tuple[str, ...], axis_size: int, in_batched: list[bool], arrays: Any
-) -> tuple[jax.Array, ...]:
-    """A mapped op: the mapped axis joins the sequences where every mapped array has them in front, else a loop."""
     signature = SIGNATURES[request.slot]
-    leads = [signature.inputs[name].split()[0] == "b" for name in names]
-    foldable = signature.split_axes(names)[0] == "b" and all(lead or not mapped for lead, mapped in zip(leads, in_batched, strict=True))
-    if not foldable:
-        return lax.map(
-            lambda mapped: batched(*_filled(mapped, in_batched, arrays)),
-            tuple(array for array, is_mapped in zip(arrays, in_batched, strict=True) if is_mapped),
-        )
-    folded = []
-    for array, lead, mapped in zip(arrays, leads, in_batched, strict=True):
-        if lead:
-            full = array if mapped else jnp.broadcast_to(array, (axis_size, *array.shape))
-            array = full.reshape(-1, *full.shape[2:])
-        folded.append(array)
-    return tuple(o.reshape(axis_size, -1, *o.shape[1:]) for o in batched(*folded))
-
-
-def _filled(mapped: tuple[jax.Array, ...], in_batched: list[bool], arrays: Any) -> list[Any]:
-    """The arguments of one member of a mapped call: its own slices, and the arrays all members share."""
-    slices = iter(mapped)
-    return [next(slices) if is_mapped else array for array, is_mapped in zip(arrays, in_batched, strict=True)]
+    divisible = transformable(launch, signature, names, signature.results(names, request.return_lse))
+    return gradients.differentiable(divisible, request, names, forward=lambda: _seam(replace(request, return_lse=True), names))
 
 
 def _launch(request: Request, arrays: Arrays) -> tuple[jax.Array, ...]:
@@ -201,7 +161,7 @@ def _launch_on(request: Request, device: Device, arrays: Arrays) -> tuple[jax.Ar
     signature, names = SIGNATURES[request.slot], tuple(arrays)
     call = facts(request, arrays, device)
     choice = _decide(request, call)
-    tile = None if choice.build.tiles is None else select_tile_config(call, choice.build)
+    tile = select_tile_config(call, choice.build)
     launch = choice.build.launch or builds.launch_function(choice.key, choice.build.name)
     interpreted = {"interpret": True} if request.interpret and choice.build.name != "xla" else {}
     returned = launch(call, tile, **{name: arrays.get(name) for name in signature.inputs}, **interpreted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dispatch_core import DEVICES, FLOAT8, TileConfig, fitting_tile
 from jax_ops.request import Arrays, Request, facts
 from jax_ops.signature import SIGNATURES
+from jax_ops.transforms import transformable
 from pallas_kernels.xla.prefill import dense_prefill_vjp, packed_prefill_vjp
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
@@ -74,9 +76,33 @@ def _check_differentiable(request: Request, arrays: Arrays) -> None:
 
 
 def _pull_back(request: Request, arrays: Arrays, o: Any, lse: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-    call = facts(replace(request, return_lse=True), arrays, DEVICES["CPU"])
-    tile = fitting_tile(call, "xla_prefill")
-    assert isinstance(tile, TileConfig), tile
-    every = {name: arrays.get(name) for name in SIGNATURES[request.slot].inputs}
-    gradient = _BACKWARD[request.slot](call, tile, every, o, lse, do, dlse)
+    gradient = dict(zip("qkv", _backward(request, tuple(arrays))(*arrays.values(), o, lse, do, dlse), strict=True))
+    if "sinks" in arrays:
+        gradient["sinks"] = _sink_cotangent(arrays["sinks"], o, lse, do, dlse)
     return tuple(gradient.get(name) for name in arrays)
+
+
+@lru_cache(maxsize=1024)
+def _backward(request: Request, names: tuple[str, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """The pull-back to q, k and v as a function that vmap and the partitioner can divide like the op itself."""
+    signature = SIGNATURES[request.slot].backward()
+    saved = ("o", "lse", "do", "dlse")
+
+    def launch(*values: Any) -> tuple[jax.Array, ...]:
+        arrays = dict(zip((*names, *saved), values, strict=True))
+        last = [arrays.pop(name) for name in saved]
+        call = facts(replace(request, return_lse=True), arrays, DEVICES["CPU"])
+        tile = fitting_tile(call, "xla_prefill")
+        assert isinstance(tile, TileConfig), tile
+        every = {name: arrays.get(name) for name in SIGNATURES[request.slot].inputs}
+        gradient = _BACKWARD[request.slot](call, tile, every, *last)
+        return tuple(gradient[name] for name in signature.outputs)
+
+    return transformable(launch, signature, (*names, *saved), tuple(signature.outputs))
+
+
+def _sink_cotangent(sinks: jax.Array, o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
+    """The sink's probability exp(sink - lse) shrinks o in proportion and joins the lse; summed over every row of the head."""
+    probability = jnp.where(lse > -jnp.inf, jnp.exp(jnp.broadcast_to(sinks, lse.shape) - lse), 0.0)
+    of_output = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
+    return jnp.sum(probability * (dlse - of_output), axis=tuple(range(lse.ndim - 1)))

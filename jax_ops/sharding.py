@@ -19,38 +19,35 @@ from jax_ops.signature import SIGNATURES, Signature
 Spec = tuple[Any, ...]
 
 
-def rule(request: Request, names: tuple[str, ...]) -> Callable[..., SdyShardingRule]:
+def rule(signature: Signature, names: tuple[str, ...], results: tuple[str, ...]) -> Callable[..., SdyShardingRule]:
     """The Shardy rule of a call with these arrays: q heads are (KV heads x group), and only `split_axes` may be split."""
-    signature = SIGNATURES[request.slot]
-    results = signature.results(names, request.return_lse)
 
     def build(mesh: Any, operands: Any, outputs: Any) -> SdyShardingRule:
         del mesh, outputs
         size = signature.sizes(names, tuple(a.shape for a in operands))
-        grouped = "hg" in size
 
         def mapping(axes: str) -> ArrayMapping:
             return ArrayMapping(*(CompoundFactor("h", "g") if a == "hg" else a for a in axes.split()))
 
         operand_axes = [signature.inputs[name] for name in names]
         result_axes = [signature.outputs[name] for name in results]
-        order = dict.fromkeys(f for axes in (*operand_axes, *result_axes) for a in axes.split() for f in (("h", "g") if a == "hg" else (a,)))
+        in_order = " ".join((*operand_axes, *result_axes)).replace("hg", "h g").split()
         split = signature.split_axes(names)
-        sizes = {"g": size["hg"] // size["h"]} if grouped else {}
+        sizes = {"g": size["hg"] // size["h"]} if "hg" in size else {}
         return SdyShardingRule(
             operand_mappings=tuple(map(mapping, operand_axes)),
             result_mappings=tuple(map(mapping, result_axes)),
-            need_replication_factors=tuple(f for f in order if f not in split),
+            need_replication_factors=tuple(f for f in dict.fromkeys(in_order) if f not in split),
             **sizes,
         )
 
     return build
 
 
-def partition(request: Request, names: tuple[str, ...], launch: Callable[..., Any]) -> Callable[..., Any]:
-    """custom_partitioning's callback: every operand takes the split of q (of k where there is no q), read off the signature."""
-    signature = SIGNATURES[request.slot]
-    results = signature.results(names, request.return_lse)
+def partition(
+    launch: Callable[..., Any], signature: Signature, names: tuple[str, ...], results: tuple[str, ...]
+) -> Callable[..., Any]:
+    """custom_partitioning's callback: every operand takes the split of the first (q, or k where there is no q)."""
 
     def lower(mesh: Any, operands: Any, outputs: Any) -> Any:
         del outputs

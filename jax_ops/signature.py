@@ -7,7 +7,7 @@ size of q and k, e head size of v and o, p pages, n tokens per page, m pages per
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -28,6 +28,11 @@ class Signature:
     batched: bool
     writes_pages: str | None = None
     one_token: bool = False
+
+    def backward(self) -> Signature:
+        """The signature of the pull-back: the inputs, what the forward saved, and cotangents in; those of q, k and v out."""
+        cotangents = {f"d{name}": axes for name, axes in self.outputs.items()}
+        return replace(self, inputs={**self.inputs, **self.outputs, **cotangents}, outputs={n: self.inputs[n] for n in "qkv"})
 
     def axes_given(self, name: str, ndim: int) -> str:
         """The axes of an array of `ndim` axes: a scale may lack its leading ones, one decoded token its token axis."""

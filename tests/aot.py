@@ -112,8 +112,8 @@ class Kernel:
     log: str
 
     def count(self, instruction: str) -> int:
-        """How many instructions of the PTX begin with this text, such as "mma.sync" (a predicate before them is skipped)."""
-        return len(re.findall(rf"^\s*(?:@!?%\w+\s+)?{re.escape(instruction)}", self.ptx, re.MULTILINE))
+        """How many instructions of the PTX begin with this text, such as "mma.sync"."""
+        return len(re.findall(rf"(?<![\w.]){re.escape(instruction)}", self.ptx))
 
     @property
     def losses(self) -> list[str]:
@@ -247,10 +247,11 @@ class _Compiler:
         ]
         with tempfile.TemporaryDirectory() as dump:
             os.environ["MOSAIC_GPU_DUMP_TO"] = dump
+            jax.clear_caches()  # what was lowered before would not be dumped again
             # Pallas reads the target from the abstract mesh; callbacks of custom_partitioning need it while compiling too.
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 lowered = jax.jit(case.fn, donate_argnums=case.donate).trace(*args).lower(lowering_platforms=("cuda",))
-                executable = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": ".*"})
+                executable = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": "ptx"})
             hlo = executable.as_text() or ""
             kernels = [*self._mosaic_kernels(Path(dump)), *_triton_kernels(Path(dump), hlo)]
         memory = executable.memory_analysis()

@@ -1,8 +1,8 @@
 """Seeded call cases of every attention op, shared by all op tests: NumPy arrays plus static keywords.
 
 ``random_case(op, seed)`` draws shapes that are multiples of nothing and a random set of the op's features;
-``feature_cases(op)`` has every feature alone and in pairs, ``edge_cases(op)`` the named lengths and layouts that broke
-other libraries. ``poisoned`` and ``unclamped`` make a twin of a case whose result must not differ from its own.
+``feature_cases(op)`` has every feature alone and in pairs; `tests.edge_cases` has named ones. ``poisoned`` and ``unclamped``
+make a twin of a case whose result must not differ from its own.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "append_paged": ("v_dim", "packed", "tail", *_PAGED),
     "merge_attention": ("empty", "packed"),
 }
-# Lengths (q, kv) that are odd, lopsided or one off a block.
-LENGTH_PAIRS = (
-    (1, 1), (1, 17), (5, 17), (17, 5), (3, 8), (8, 3), (113, 203), (239, 1), (799, 3), (192, 192), (65, 129), (0, 9), (9, 0),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The compile chain of tests/aot.py, on one Triton and one Mosaic kernel, and on cases that must fail."""
 
-import functools
 import os
 import sys
 
@@ -31,13 +30,23 @@ TRITON = {
 }
 
 
-def triton_product(x, y, num_warps=4):
+def triton_product(x, y):
     def kernel(x_ref, y_ref, o_ref):
         o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32).astype(o_ref.dtype)
 
-    params = plt.CompilerParams(num_warps=num_warps)
+    params = plt.CompilerParams(num_warps=4)
     out = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype)
     return pl.pallas_call(kernel, out_shape=out, compiler_params=params, name="triton_product")(x, y)
+
+
+def triton_centred(x):
+    """Holds 1024 elements in each thread of its one warp, four times what there are registers for."""
+
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = x - jnp.max(x)
+
+    return pl.pallas_call(kernel, out_shape=x, compiler_params=plt.CompilerParams(num_warps=1), name="triton_centred")(x)
 
 
 def mosaic_product(x, y):
@@ -72,7 +81,7 @@ def aborts(x):
 
 PRODUCTS = {
     "triton": aot.Case(triton_product, (SQUARE, SQUARE)),
-    "spilling": aot.Case(functools.partial(triton_product, num_warps=1), (WIDE, WIDE)),
+    "spilling": aot.Case(triton_centred, (jax.ShapeDtypeStruct((128, 256), jnp.float32),)),
     "beside_xla": aot.Case(lambda x, y: jnp.exp(triton_product(x, y)) @ y, (SQUARE, SQUARE)),
 }
 FAILURES_FIRST = {
@@ -120,7 +129,7 @@ def test_instructions_of_the_wrong_target_are_not_found():
 def test_spills_are_seen():
     kernel = aot.compile_cases("a100", f"{HERE}:PRODUCTS")["spilling"].kernel
     assert kernel.registers == 255
-    assert 0 < kernel.spill_bytes
+    assert kernel.spill_bytes > 0
     assert kernel.threads == 32
 
 

@@ -143,4 +143,4 @@ def _logits(params: Params, x: jax.Array, config: Config) -> jax.Array:
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * weight
+    return x32.astype(x.dtype) * weight[None]

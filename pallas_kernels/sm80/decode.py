@@ -39,6 +39,7 @@ from dispatch_core.splitting import tiles_of_split
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
 from pallas_kernels.common.fp8 import decode_e4m3_bits
+from pallas_kernels.sm80 import instructions
 from pallas_kernels.sm80.prefill import Chunk, head_chunks
 
 MERGE_ELEMENTS = 8192  # float32 partials the merge holds at once: 64 registers a thread
@@ -76,6 +77,7 @@ class _Problem:
     block_rows: int
     block_kv: int
     splits: int
+    pack: int  # FP8 elements read as one
 
     @property
     def rows(self) -> int:
@@ -99,7 +101,7 @@ def launch_plan(call: AttentionCall, tile: TileConfig) -> LaunchPlan:
     """Grid, tile and bytes read per operand of a call's launch."""
     problem = _Problem(
         call.batch, call.max_seqlen_q, call.kv_heads, call.group_size, call.head_dim, call.v_dim,
-        None if call.paging is None else call.paging.page_size, 0, tile.block_q, tile.block_kv, tile.num_splits,
+        None if call.paging is None else call.paging.page_size, 0, tile.block_q, tile.block_kv, tile.num_splits, 1,
     )  # fmt: skip
     keys = call.batch * call.max_seqlen_kv * call.kv_heads * problem.row_blocks * ELEMENT_BYTES[call.cache_dtype]
     rows = call.batch * call.kv_heads * problem.rows
@@ -153,24 +155,37 @@ def _column(x: Array, shape: tuple[int, int]) -> Array:
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
-def _load(ref: Any, place: tuple[Array, ...], live: Array, chunk: Chunk) -> Array:
-    """A (rows, chunk) block at one index or one index per row and leading axis; 0 where a row is not live."""
-    shape = (live.shape[0], chunk.width)
-    column = lax.broadcast_in_dim(chunk.start + _iota(chunk.width), shape, (1,))
-    mask = _column(live, shape)
-    if chunk.used < chunk.width:
-        mask &= column < chunk.start + chunk.used
-    place = tuple(_column(x, shape) if x.ndim else x for x in place)
+class _Columns(NamedTuple):
+    """A block of head columns: every `stride`-th one from `phase` on of a chunk counted in strides."""
+
+    chunk: Chunk
+    stride: int = 1
+    phase: int = 0
+
+    def block(self, live: Array) -> tuple[Array, Array]:
+        """Column index and mask, (rows, width), of the rows that are live."""
+        shape = (live.shape[0], self.chunk.width)
+        packed = lax.broadcast_in_dim(self.chunk.start + _iota(self.chunk.width), shape, (1,))
+        mask = _column(live, shape)
+        if self.chunk.used < self.chunk.width:
+            mask &= packed < self.chunk.start + self.chunk.used
+        return packed * self.stride + self.phase, mask
+
+
+def _columns(dim: int, stride: int) -> tuple[_Columns, ...]:
+    return tuple(_Columns(chunk, stride, phase) for chunk in head_chunks(dim // stride) for phase in range(stride))
+
+
+def _load(ref: Any, place: tuple[Array, ...], live: Array, columns: _Columns) -> Array:
+    """A (rows, columns) block at one index, or one index per row, and leading axis; 0 where a row is not live."""
+    column, mask = columns.block(live)
+    place = tuple(_column(x, column.shape) if x.ndim else x for x in place)
     return plt.load(ref.at[*place, column], mask=mask, other=np.zeros((), ref.dtype))
 
 
-def _store(ref: Any, place: tuple[Array, ...], live: Array, chunk: Chunk, value: Array) -> None:
-    shape = value.shape
-    column = lax.broadcast_in_dim(chunk.start + _iota(chunk.width), shape, (1,))
-    mask = _column(live, shape)
-    if chunk.used < chunk.width:
-        mask &= column < chunk.start + chunk.used
-    place = tuple(_column(x, shape) if x.ndim else x for x in place)
+def _store(ref: Any, place: tuple[Array, ...], live: Array, columns: _Columns, value: Array) -> None:
+    column, mask = columns.block(live)
+    place = tuple(_column(x, column.shape) if x.ndim else x for x in place)
     plt.store(ref.at[*place, column], value.astype(ref.dtype), mask=mask)
 
 
@@ -180,23 +195,25 @@ def _dot(a: Array, b: Array, contract_b: int) -> Array:
     return lax.dot_general(a, b, (((1,), (contract_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _operand(x: Array, dtype: Any, arch: int) -> Array:
-    """Cache elements as operands of a product of that type."""
-    if x.dtype == dtype:
-        return x
-    half = x.astype(jnp.float16) if arch >= 89 else decode_e4m3_bits(lax.bitcast_convert_type(x, jnp.uint8))
-    return half.astype(dtype)
+def _operands(x: Array, dtype: Any, arch: int) -> tuple[Array, ...]:
+    """Cache elements as operands of a product: one block, or the even and the odd columns of an FP8 one held in pairs."""
+    if x.dtype == jnp.uint16:
+        halves = (x & 0xFF).astype(jnp.uint8), lax.shift_right_logical(x, jnp.uint16(8)).astype(jnp.uint8)
+        return tuple(_from_e4m3(h, arch).astype(dtype) for h in halves)
+    return (x,)
 
 
-def _fp16_rows(q: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
-    """bfloat16 rows as float16 with one power of two per row taken out, which is returned; exact but for far outliers."""
-    wide = [x.astype(jnp.float32) for x in q]
-    largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in wide))
-    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
-    power = lax.bitcast_convert_type(exponent, jnp.float32)
+def _from_e4m3(bits, arch):
+    if arch >= 89:
+        return lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float16)
+    return decode_e4m3_bits(bits)
+
+
+def _powers_of_two(largest: Array) -> tuple[Array, Array]:
+    """For each magnitude, the power of two at or under it, and its inverse; both are normal float32 numbers."""
+    exponent = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000, 1 << 23, 253 << 23)
     inverse = lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
-    return tuple((x * _column(inverse, x.shape)).astype(jnp.float16) for x in wide), power
+    return lax.bitcast_convert_type(exponent, jnp.float32), inverse
 
 
 def _absorb(state: _State, scores: Array, values: tuple[Array, ...]) -> _State:
@@ -209,7 +226,7 @@ def _absorb(state: _State, scores: Array, values: tuple[Array, ...]) -> _State:
     return _State(acc, top, state.total * kept + jnp.sum(p, axis=1))
 
 
-def _split_kernel(refs: _Inputs, *outs: Any, p: _Problem, call: AttentionCall) -> None:
+def _split_kernel(refs: _Inputs, *outs: Any, p: _Problem, call: AttentionCall, interpret: bool) -> None:
     """One split of one block of query rows of one KV head of one sequence."""
     program = pl.program_id(0)
     row_block, program = lax.rem(program, p.row_blocks), lax.div(program, p.row_blocks)
@@ -217,8 +234,8 @@ def _split_kernel(refs: _Inputs, *outs: Any, p: _Problem, call: AttentionCall) -
     split, b = lax.rem(program, p.splits), lax.div(program, p.splits)
     row = row_block * p.block_rows + _iota(p.block_rows)
     rows = _Rows(row, row < p.rows, lax.div(row, p.group), head * p.group + lax.rem(row, p.group))
-    k_chunks, v_chunks = head_chunks(p.head_dim), head_chunks(p.v_dim)
-    q = tuple(_load(refs.q, (b, rows.token, rows.q_head), rows.exists, c) for c in k_chunks)
+    k_columns, v_columns = _columns(p.head_dim, p.pack), _columns(p.v_dim, p.pack)
+    q = tuple(_load(refs.q, (b, rows.token, rows.q_head), rows.exists, c) for c in k_columns)
 
     length = refs.lengths[b]
     first = length if refs.k_new is not None else length - p.tokens  # position of query token 0
@@ -227,7 +244,7 @@ def _split_kernel(refs: _Inputs, *outs: Any, p: _Problem, call: AttentionCall) -
 
     def scores(s: Array, factor: Any, key: Array, exists: Array) -> Array:
         """Products as capped scores in base 2, -inf at the keys (at positions `key`) that a row does not see."""
-        s = s * (factor * softmax.LOG2_E) if call.softcap is None else softmax.softcapped(s, factor, call.softcap)
+        s = s * (factor * softmax.LOG2_E) if call.softcap is None else instructions.softcapped(s, factor, call.softcap, interpret=interpret)
         key, query = lax.broadcast_in_dim(key, s.shape, (1,)), _column(first + rows.token, s.shape)
         visible = lax.broadcast_in_dim(exists, s.shape, (1,)) & (key <= query)
         if left is not None:
@@ -236,11 +253,13 @@ def _split_kernel(refs: _Inputs, *outs: Any, p: _Problem, call: AttentionCall) -
 
     factor = call.softmax_scale if refs.k_scale is None else call.softmax_scale * refs.k_scale[b, head]
     q_cache = q
-    if call.cache_dtype == FLOAT8 and call.dtype != "float32":
-        q_cache, power = (q, None) if call.dtype == "float16" else _fp16_rows(q)
-        if power is not None:
-            factor = _column(power * factor, (p.block_rows, p.block_kv))
-    operand = functools.partial(_operand, dtype=q_cache[0].dtype, arch=call.arch)
+    if call.cache_dtype == FLOAT8 and call.dtype == "bfloat16":  # e4m3 is exact in float16, whose range q may exceed
+        whole = (_load(refs.q, (b, rows.token, rows.q_head), rows.exists, c) for c in _columns(p.head_dim, 1))
+        largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1) for x in whole))
+        power, inverse = _powers_of_two(largest)
+        q_cache = tuple((x.astype(jnp.float32) * _column(inverse, x.shape)).astype(jnp.float16) for x in q)
+        factor = _column(power * factor, (p.block_rows, p.block_kv))
+    operands = functools.partial(_operands, dtype=q_cache[0].dtype, arch=call.arch)
 
     begin, end = lax.div(low, p.block_kv), lax.div(length + (p.block_kv - 1), p.block_kv)
     start, stop = (begin + tile for tile in tiles_of_split(split, p.splits, jnp.maximum(end - begin, 0)))
@@ -255,13 +274,15 @@ def _split_kernel(refs: _Inputs, *outs: Any, p: _Problem, call: AttentionCall) -
         else:
             exists &= (page >= 0) & (page < p.num_pages)
             place, following = (page, _in_page(p, tile)), pages_of(tile + 1)
-        keys = tuple(operand(_load(refs.k, (*place, head), exists, c)) for c in k_chunks)
-        values = tuple(operand(_load(refs.v, (*place, head), exists, c)) for c in v_chunks)
+        keys, values = (
+            tuple(x for chunk in head_chunks(dim // p.pack) for x in operands(_load(ref, (*place, head), exists, _Columns(chunk))))
+            for ref, dim in ((refs.k, p.head_dim), (refs.v, p.v_dim))
+        )
         s = functools.reduce(jnp.add, (_dot(x, y, 1) for x, y in zip(q_cache, keys, strict=True)))
         return _absorb(state, scores(s, factor, key, exists), values), following
 
     state = _State(
-        tuple(jnp.zeros((p.block_rows, c.width), jnp.float32) for c in v_chunks),
+        tuple(jnp.zeros((p.block_rows, c.chunk.width), jnp.float32) for c in v_columns),
         jnp.full((p.block_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((p.block_rows,), jnp.float32),
     )
@@ -274,8 +295,8 @@ def _split_kernel(refs: _Inputs, *outs: Any, p: _Problem, call: AttentionCall) -
         def with_new(state: _State) -> _State:
             token = _iota(max(MIN_DOT, pl.next_power_of_2(p.tokens)))
             exists = token < p.tokens
-            keys = tuple(_load(refs.k_new, (b, token, head), exists, c) for c in k_chunks)
-            values = tuple(_load(refs.v_new, (b, token, head), exists, c) for c in v_chunks)
+            keys = tuple(_load(refs.k_new, (b, token, head), exists, c) for c in k_columns)
+            values = tuple(_load(refs.v_new, (b, token, head), exists, c) for c in v_columns)
             s = functools.reduce(jnp.add, (_dot(x, y, 1) for x, y in zip(q, keys, strict=True)))
             return _absorb(state, scores(s, call.softmax_scale, first + token, exists), values)
 
@@ -312,8 +333,8 @@ def _write(
         lse = jnp.where(state.total == 0, -jnp.inf, lse)
         place, lse_place = (b, head, rows.index, split), (b, head, rows.index, split)
         live = rows.exists & (lse != -jnp.inf)
-    for chunk, acc in zip(head_chunks(p.v_dim), state.acc, strict=True):
-        _store(outs[0], place, live, chunk, acc * _column(factor, acc.shape))
+    for columns, acc in zip(_columns(p.v_dim, p.pack), state.acc, strict=True):
+        _store(outs[0], place, live, columns, acc * _column(factor, acc.shape))
     if len(outs) > 1:
         plt.store(outs[1].at[lse_place], lse, mask=rows.exists)
 
@@ -336,7 +357,7 @@ def _merge_kernel(o_parts: Any, lse_parts: Any, sinks: Any, *outs: Any, p: _Prob
         for first in range(0, p.splits, count):
             split = first + _iota(count)
             part_lse = plt.load(lse_parts.at[b, head, row, split], mask=split < p.splits, other=-jnp.inf)
-            part = _load(o_parts, (b, head, row, split), part_lse != -jnp.inf, chunk)
+            part = _load(o_parts, (b, head, row, split), part_lse != -jnp.inf, _Columns(chunk))
             o += jnp.sum(part * _column(jnp.exp2(part_lse - base), part.shape), axis=0)
         column = chunk.start + _iota(chunk.width)
         o = (o * factor).astype(outs[0].dtype)
@@ -345,13 +366,21 @@ def _merge_kernel(o_parts: Any, lse_parts: Any, sinks: Any, *outs: Any, p: _Prob
         outs[1][b, token, q_head] = lse
 
 
+def _pairs(x: Array) -> Array:
+    """FP8 elements in pairs, as uint16: the even one in the low byte. No copy."""
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint16)
+
+
 def _attend(call: AttentionCall, tile: TileConfig, inputs: _Inputs, interpret: bool) -> tuple[Array, Array | None]:
     batch, tokens, q_heads, head_dim = inputs.q.shape
     kv_heads, v_dim = inputs.v.shape[2:]
     paged = inputs.page_table is not None
+    pack = 2 if inputs.k.dtype == FLOAT8 and head_dim % 2 == v_dim % 2 == 0 else 1
+    if pack == 2:
+        inputs = inputs._replace(k=_pairs(inputs.k), v=_pairs(inputs.v))
     p = _Problem(
         batch, tokens, kv_heads, q_heads // kv_heads, head_dim, v_dim, inputs.k.shape[1] if paged else None, len(inputs.k),
-        tile.block_q, tile.block_kv, tile.num_splits,
+        tile.block_q, tile.block_kv, tile.num_splits, pack,
     )  # fmt: skip
     params = plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages)
     results = [jax.ShapeDtypeStruct((batch, tokens, q_heads, v_dim), jnp.dtype(call.o_dtype))]
@@ -360,7 +389,7 @@ def _attend(call: AttentionCall, tile: TileConfig, inputs: _Inputs, interpret: b
     split_shape = (batch, kv_heads, p.rows, p.splits)
     partials = [jax.ShapeDtypeStruct((*split_shape, v_dim), jnp.float32), jax.ShapeDtypeStruct(split_shape, jnp.float32)]
     outs = pl.pallas_call(
-        functools.partial(_split_kernel, p=p, call=call),
+        functools.partial(_split_kernel, p=p, call=call, interpret=interpret),
         grid=(p.programs,),
         out_shape=results if p.splits == 1 else partials,
         compiler_params=params,

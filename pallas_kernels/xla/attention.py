@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.softmax import finite_base
+from pallas_kernels.xla.layout import finite
 from pallas_kernels.xla.spans import Span
 
 
@@ -47,11 +48,6 @@ class State(NamedTuple):
 def dot(subscripts: str, *operands: jax.Array) -> jax.Array:
     """A product of float32 operands in full float32."""
     return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST)
-
-
-def finite(x: jax.Array) -> jax.Array:
-    """X with zeros for what is not finite."""
-    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def tile_range(seen: Span, tile_size: int) -> tuple[jax.Array, jax.Array]:

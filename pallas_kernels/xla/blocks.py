@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.xla.attention import Run, Tile, attend, dot, finite, scores, tile_range, visibility
-from pallas_kernels.xla.layout import even_blocks, padded_to
+from pallas_kernels.xla.attention import Run, Tile, attend, dot, scores, tile_range, visibility
+from pallas_kernels.xla.layout import even_blocks, finite, padded_to
 from pallas_kernels.xla.spans import Span
 
 
@@ -20,18 +20,25 @@ class Keys(NamedTuple):
     read: Callable[[jax.Array, jax.Array], Tile]
 
 
-def array_keys(seen: Span, k: jax.Array, v: jax.Array, tile_size: int) -> Keys:
-    """Keys held in arrays (N, S, D) and (N, S, Dv), with S a multiple of the tile."""
-
-    def read(n: jax.Array, j: jax.Array) -> Tile:
-        first = j * tile_size
-        number = first + jnp.arange(tile_size, dtype=jnp.int32)
-        return Tile(tile_of(k, n, first, tile_size), tile_of(v, n, first, tile_size), number[None, :])
-
-    return Keys(seen, tile_size, read)
+def array_keys(seen: Span, k: jax.Array, v: jax.Array, largest_tile: int) -> Keys:
+    """Keys held in arrays (N, S, D) and (N, S, Dv)."""
+    k, v, tile_size = _in_tiles(k, v, largest_tile)
+    return Keys(seen, tile_size, lambda n, j: _tile(k, v, n, j, tile_size))
 
 
-def tile_of(x: jax.Array, n: jax.Array, first: jax.Array, size: int) -> jax.Array:
+def _in_tiles(k: jax.Array, v: jax.Array, largest: int) -> tuple[jax.Array, jax.Array, int]:
+    """K and V padded to whole tiles, and the size of one."""
+    count, size = even_blocks(k.shape[1], largest)
+    return padded_to(k, count * size), padded_to(v, count * size), size
+
+
+def _tile(k: jax.Array, v: jax.Array, n: jax.Array, j: jax.Array, size: int) -> Tile:
+    first = j * size
+    number = first + jnp.arange(size, dtype=jnp.int32)
+    return Tile(_rows_of(k, n, first, size), _rows_of(v, n, first, size), number[None])
+
+
+def _rows_of(x: jax.Array, n: jax.Array, first: jax.Array, size: int) -> jax.Array:
     """Rows [first, first + size) of problem n, as (1, size, D)."""
     return lax.dynamic_slice(x, (n, first, jnp.zeros_like(n)), (1, size, x.shape[2]))
 
@@ -82,7 +89,7 @@ class Result(NamedTuple):
 
 def attend_vjp(
     q: jax.Array, k: jax.Array, v: jax.Array, sink: jax.Array | None, seen: Span, result: Result,
-    softcap: float | None, block_rows: int, tile_size: int,
+    softcap: float | None, block_rows: int, largest_tile: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Cotangents of q, k, v and sink of `attend` over arrays of keys.
 
@@ -101,13 +108,14 @@ def attend_vjp(
     lse = jnp.where(is_sound, result.lse, jnp.nan)
     n, blocks = _in_blocks((finite(q), finite(result.do), lse, slack, seen), block_rows)
 
+    padded_k, padded_v, tile_size = _in_tiles(k, v, largest_tile)
+
     def block_vjp(dkv: tuple[jax.Array, jax.Array], block: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         n, (q, do, lse, slack, seen) = block
-        keys = array_keys(seen, k, v, tile_size)
 
         def step(j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             dq, dk, dv = state
-            tile = keys.read(n, j)
+            tile = _tile(padded_k, padded_v, n, j, tile_size)
             visible = visibility(seen, tile.number)
             s = scores(q, tile.k, softcap)
             p = jnp.where(visible, jnp.exp(s - lse[..., None]), 0)
@@ -122,11 +130,11 @@ def attend_vjp(
         dq, *dkv = lax.fori_loop(*tile_range(seen, tile_size), step, (jnp.zeros_like(q), *dkv))
         return tuple(dkv), dq
 
-    (dk, dv), dq = lax.scan(block_vjp, (jnp.zeros_like(k), jnp.zeros_like(v)), (n, blocks))
+    (dk, dv), dq = lax.scan(block_vjp, (jnp.zeros_like(padded_k), jnp.zeros_like(padded_v)), (n, blocks))
     dsink = None if sink is None else -slack * jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - result.lse))
-    return _rejoined(dq, *q.shape[:2]), dk, dv, dsink
+    return _rejoined(dq, *q.shape[:2]), dk[:, : k.shape[1]], dv[:, : k.shape[1]], dsink
 
 
 def _accumulated(x: jax.Array, n: jax.Array, first: jax.Array, update: jax.Array) -> jax.Array:
     """X (N, S, D) with an update (1, size, D) added to problem n's rows from `first` on."""
-    return lax.dynamic_update_slice(x, tile_of(x, n, first, update.shape[1]) + update, (n, first, jnp.zeros_like(n)))
+    return lax.dynamic_update_slice(x, _rows_of(x, n, first, update.shape[1]) + update, (n, first, jnp.zeros_like(n)))

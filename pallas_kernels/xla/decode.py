@@ -54,19 +54,22 @@ def decode(
         of_tokens = [None if scale is None else scale[:, None] for scale in (k_scale, v_scale)]
         return Tile(part(k, of_tokens[0]), part(v, of_tokens[1]), jnp.where(number >= j * size, number, -1)[None])
 
-    position = last_positions(kv_lengths, q.shape[1])
-    seen = seen_from(call, position, kv_lengths[:, None], is_causal=True)
+    seen = seen_from(call, last_positions(kv_lengths, q.shape[1]), kv_lengths[:, None], is_causal=True)
     zero = common_zero(q, k, v, kv_lengths, k_scale, v_scale, sinks)
-    return attend_tokens(call, q, [(seen, size, read)], sinks, zero)
+    return attend_tokens(call, q, [Run(seen, size, read)], sinks, zero)
 
 
-def attend_tokens(call, q, runs, sinks, zero):
-    """Attention of all query tokens (B, Tq, Hq, D) at once over runs given as (span (B, Tq), tile size, read)."""
-    rows = lambda x: folded_rows(x, call.q_heads, call.kv_heads)
-    if sinks is not None:
-        sinks = rows(jnp.broadcast_to(sinks[None, None], q.shape[:3]))
-    scaled = call.softmax_scale * folded(q.astype(jnp.float32), call.kv_heads) + zero
-    runs = [Run(Span(*map(rows, seen)), size, read) for seen, size, read in runs]
-    o, lse = attend(scaled, runs, sinks, call.softcap, call.v_dim)
+def attend_tokens(
+    call: AttentionCall, q: jax.Array, runs: list[Run], sinks: jax.Array | None, zero: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attention of query tokens (B, Tq, Hq, D), all at once, over runs with spans per token (B, Tq); `zero` as of `common_zero`."""
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        return folded_rows(x, call.q_heads, call.kv_heads)
+
+    sink = None if sinks is None else of_rows(jnp.broadcast_to(sinks[None, None], q.shape[:3]))
+    scaled = call.softmax_scale * folded(q.astype(jnp.float32) + zero, call.kv_heads)
+    runs = [run._replace(seen=Span(*map(of_rows, run.seen))) for run in runs]
+    o, lse = attend(scaled, runs, sink, call.softcap, call.v_dim)
     o = unfolded(o, *q.shape[:2]).astype(call.o_dtype)
     return o, unfolded(lse, *q.shape[:2]) if call.return_lse else None

@@ -45,3 +45,17 @@ def common_zero(*arrays: jax.Array | None) -> jax.Array:
     """
     zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in arrays if x is not None]
     return sum(zeros[1:], zeros[0])
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """X with zeros for what is not finite."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def dequantised(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """X (B, S, H, D) in float32, times its scale (B, S or 1, Hkv) where it has one, whose derivative a stray NaN leaves alone."""
+    x = x.astype(jnp.float32)
+    if scale is None:
+        return x
+    per_head = jnp.repeat(scale, x.shape[2] // scale.shape[2], axis=2)[..., None]
+    return jnp.where(jnp.isfinite(x), finite(x) * per_head, x)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from dispatch_core.calls import AttentionCall
 from dispatch_core.tiling import TileConfig
-from pallas_kernels.xla.attention import finite
 from pallas_kernels.xla.blocks import Result, array_keys, attend_in_blocks, attend_vjp
-from pallas_kernels.xla.layout import common_zero, even_blocks, folded, folded_rows, padded_to, unfolded
+from pallas_kernels.xla.layout import common_zero, dequantised, folded, folded_rows, unfolded
 from pallas_kernels.xla.spans import Span, dense_spans, packed_spans, segments
 
 Arrays = dict[str, Any]
@@ -117,28 +116,15 @@ def _problems(call: AttentionCall, tile: TileConfig, arrays: Arrays, as_batch: C
     def problems(name: str) -> jax.Array:
         return folded(dequantised(batch[name], batch[f"{name}_scale"]) + zero, call.kv_heads)
 
-    def tiled(x: jax.Array) -> jax.Array:
-        count, size = even_blocks(x.shape[1], tile.block_kv)
-        return padded_to(x, count * size)
-
     sinks = batch["sinks"]
     if sinks is not None:
         every_token = jnp.broadcast_to(sinks[None, None] + zero, batch["q"].shape[:3])
         sinks = folded_rows(every_token, call.q_heads, call.kv_heads)
-    return Problems(call.softmax_scale * problems("q"), tiled(problems("k")), tiled(problems("v")), sinks)
-
-
-def dequantised(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """X (B, S, H, D) in float32, times its scale (B, S or 1, Hkv) where it has one, whose derivative a stray NaN leaves alone."""
-    x = x.astype(jnp.float32)
-    if scale is None:
-        return x
-    per_head = jnp.repeat(scale, x.shape[2] // scale.shape[2], axis=2)[..., None]
-    return jnp.where(jnp.isfinite(x), finite(x) * per_head, x)
+    return Problems(call.softmax_scale * problems("q"), problems("k"), problems("v"), sinks)
 
 
 def _attend(call: AttentionCall, tile: TileConfig, seen: Span, of: Problems) -> tuple[jax.Array, jax.Array]:
-    keys = array_keys(seen, of.k, of.v, even_blocks(of.k.shape[1], tile.block_kv)[1])
+    keys = array_keys(seen, of.k, of.v, tile.block_kv)
     return attend_in_blocks(of.q, [keys], of.sink, call.softcap, call.v_dim, tile.block_q, call.o_dtype)
 
 
@@ -148,6 +134,5 @@ def _vjp(
     floats = {name: x for name, x in arrays.items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
     of, pull = jax.vjp(lambda floats: _problems(call, tile, arrays | floats, as_batch), floats)
     rows = Result(*(folded(x.astype(jnp.float32), call.kv_heads) for x in result))
-    tile_size = even_blocks(of.k.shape[1], tile.block_kv)[1]
-    (cotangents,) = pull(Problems(*attend_vjp(*of, seen, rows, call.softcap, tile.block_q, tile_size)))
+    (cotangents,) = pull(Problems(*attend_vjp(*of, seen, rows, call.softcap, tile.block_q, tile.block_kv)))
     return cotangents

@@ -36,6 +36,11 @@ def seen_from(call: AttentionCall, position: jax.Array, kv_length: jax.Array, is
     return Span(start, stop if right is None else jnp.minimum(stop, position + right + 1))
 
 
+def last_positions(lengths: jax.Array, tokens: int) -> jax.Array:
+    """The last positions (B, tokens) of sequences of those lengths (B,); negative where a sequence is shorter."""
+    return lengths[:, None] + jnp.arange(-tokens, 0, dtype=jnp.int32)[None, :]
+
+
 class Segments(NamedTuple):
     """Where each token of a packed array belongs: its sequence, its index within it, and whether it belongs to any."""
 
