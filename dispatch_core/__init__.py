@@ -14,7 +14,7 @@ from dispatch_core.calls import (
     RopeFacts,
     Window,
 )
-from dispatch_core.costs import Cost, roofline, visible_pairs
+from dispatch_core.costs import Cost, matrix_rate, roofline, visible_pairs
 from dispatch_core.explanation import Explanation, explain
 from dispatch_core.hardware import DEVICES, Device, device_named
 from dispatch_core.kernels import (
@@ -108,6 +108,7 @@ __all__ = [
     "device_named",
     "explain",
     "fitting_tile",
+    "matrix_rate",
     "representatives",
     "roofline",
     "select_kernel_key",

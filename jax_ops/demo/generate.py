@@ -21,9 +21,10 @@ class Generation:
 
     Attributes:
       config: of the model.
+      max_tokens: how many tokens follow each prompt.
       tokens: int32 (T,), the packed prompts, padded.
       cu_seqlens: int32 (B + 1,), where each prompt begins and ends.
-      cache: of all sequences, with pages allotted for `max_tokens` more tokens each.
+      cache: of all sequences, with pages allotted for prompts and continuations.
 
     Example:
       >>> for tokens in Generation(params, config, prompts, max_tokens=64):  # doctest: +SKIP
@@ -38,11 +39,11 @@ class Generation:
         lengths = [len(prompt) for prompt in prompts]
         padding = -sum(lengths) % PACKED_MULTIPLE
         self.config = config
+        self.max_tokens = max_tokens
         self.tokens = jnp.asarray(np.concatenate([*prompts, [0] * padding]), jnp.int32)
         self.cu_seqlens = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
         self.cache = _allot(config, [length + max_tokens for length in lengths], page_size, params.embedding.dtype)
         self._params = params
-        self._max_tokens = max_tokens
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Yields the next token of every sequence, int32 (B,), `max_tokens` times; once per object.
@@ -50,11 +51,21 @@ class Generation:
         The step after is on its way to the device while the caller looks at a token.
         """
         tokens, self.cache = _prefill(self._params, self.tokens, self.cu_seqlens, self.cache, config=self.config)
-        for _ in range(1, self._max_tokens):
+        for _ in range(1, self.max_tokens):
             following, self.cache = _decode(self._params, tokens, self.cache, config=self.config)
             yield np.asarray(tokens)
             tokens = following
         yield np.asarray(tokens)
+
+    @property
+    def batch(self) -> int:
+        """How many prompts."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens all prompts have."""
+        return int(self.cu_seqlens[-1])
 
     def pages(self) -> tuple[int, int]:
         """How many pages of a layer hold tokens, and how many there are."""

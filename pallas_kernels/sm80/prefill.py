@@ -48,14 +48,17 @@ class Chunk(NamedTuple):
     used: int
 
 
-def head_chunks(dim: int) -> tuple[Chunk, ...]:
-    """A head size as one or two power-of-two blocks; two only where they are smaller than the one that holds it all."""
-    whole = max(MIN_DOT, pl.next_power_of_2(dim))
-    first = whole // 2
-    rest = max(MIN_DOT, pl.next_power_of_2(max(dim - first, 1)))
-    if first < MIN_DOT or first + rest >= whole:
-        return (Chunk(0, whole, dim),)
-    return Chunk(0, first, first), Chunk(first, rest, dim - first)
+def head_chunks(dim: int, widest: int | None = None) -> tuple[Chunk, ...]:
+    """A head size as power-of-two blocks no wider than `widest`, the last of them partly used where need be."""
+    chunks, start = [], 0
+    while start < dim:
+        whole = max(MIN_DOT, pl.next_power_of_2(dim - start))
+        half = whole // 2
+        wastes = half >= MIN_DOT and half + max(MIN_DOT, pl.next_power_of_2(dim - start - half)) < whole
+        width = min(half if wastes else whole, widest or whole)
+        chunks.append(Chunk(start, width, min(width, dim - start)))
+        start += width
+    return tuple(chunks)
 
 
 class Request(NamedTuple):
@@ -162,6 +165,20 @@ class Plan:
     def programs(self) -> int:
         """Programs of the grid."""
         return self.tiles * self.kv_lanes * self.bundles
+
+    @property
+    def k_chunks(self) -> tuple[Chunk, ...]:
+        """The blocks of a query or key row."""
+        return head_chunks(self.call.head_dim)
+
+    @property
+    def v_chunks(self) -> tuple[Chunk, ...]:
+        """The blocks of a value row.
+
+        Triton gives each warp whole rows of a product, so that P stays in registers, only where it is no wider than tall.
+        """
+        block_q = self.tile.block_q
+        return head_chunks(self.call.v_dim, block_q if block_q >= MIN_DOT * self.tile.num_warps else None)
 
     @property
     def left(self) -> int | None:
@@ -306,12 +323,11 @@ def _scaled_queries(refs, call: AttentionCall, q: list[jax.Array], request: Requ
 def _attended(refs, plan: Plan, request: Request, keys: KeyRange, kv_head: jax.Array, q: list[jax.Array]):
     """Running maxima in base 2, sums of weights, and weighted sums of v (a block per chunk) over a program's keys."""
     call, block_q, block_kv = plan.call, plan.tile.block_q, plan.tile.block_kv
-    k_chunks, v_chunks = head_chunks(call.head_dim), head_chunks(call.v_dim)
     q, factor = _scaled_queries(refs, call, q, request, kv_head)
 
     def scores_of(rows: jax.Array, exists: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
         """Scores of a KV tile, and the factor that makes them base 2."""
-        k = [_load_rows(refs["k"], rows, kv_head, chunk, exists) for chunk in k_chunks]
+        k = [_load_rows(refs["k"], rows, kv_head, chunk, exists) for chunk in plan.k_chunks]
         dots = functools.reduce(jnp.add, (_dot(a, b, b_is_transposed=True) for a, b in zip(q, k, strict=True)))
         if call.softcap is None:
             return dots, factor * softmax.LOG2_E
@@ -329,7 +345,7 @@ def _attended(refs, plan: Plan, request: Request, keys: KeyRange, kv_head: jax.A
         p = instructions.exp2_scaled(scores, scale, base[:, None], interpret=plan.interpret)
         kept = instructions.exp2_scaled(top, 1.0, base, interpret=plan.interpret)
         total = total * kept + jnp.sum(p, axis=1)
-        v = [_load_rows(refs["v"], rows, kv_head, chunk, exists) for chunk in v_chunks]
+        v = [_load_rows(refs["v"], rows, kv_head, chunk, exists) for chunk in plan.v_chunks]
         sums = tuple(part * kept[:, None] + _dot(p.astype(b.dtype), b) for part, b in zip(sums, v, strict=True))
         return new_top, total, sums
 
@@ -341,7 +357,7 @@ def _attended(refs, plan: Plan, request: Request, keys: KeyRange, kv_head: jax.A
     carry = (
         jnp.full((block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((block_q,), jnp.float32),
-        tuple(jnp.zeros((block_q, chunk.width), jnp.float32) for chunk in v_chunks),
+        tuple(jnp.zeros((block_q, chunk.width), jnp.float32) for chunk in plan.v_chunks),
     )
     carry = lax.fori_loop(keys.full_from, keys.full_to, functools.partial(visit, is_edge=False), carry)
     return lax.fori_loop(jnp.int32(0), keys.count - full, visit_edge, carry)
@@ -364,7 +380,7 @@ def _kernel(refs, out, *, plan: Plan) -> None:
     live = mine & (token < request.q_len)
 
     q_rows = request.q_row + token
-    q = [_load_rows(refs["q"], q_rows, q_head, chunk, live) for chunk in head_chunks(call.head_dim)]
+    q = [_load_rows(refs["q"], q_rows, q_head, chunk, live) for chunk in plan.k_chunks]
     top, total, sums = _attended(refs, plan, request, _key_range(request, plan, token), kv_head, q)
     top, total = jnp.where(live, top, -jnp.inf), jnp.where(live, total, 0.0)
 
@@ -375,7 +391,7 @@ def _kernel(refs, out, *, plan: Plan) -> None:
     if "v_scale" in refs:
         weight = weight * plt.load(refs["v_scale"].at[request.index, kv_head])
     owned = mine & (token < request.o_len)
-    for part, chunk in zip(sums, head_chunks(call.v_dim), strict=True):
+    for part, chunk in zip(sums, plan.v_chunks, strict=True):
         o = jnp.where((total == 0)[:, None], 0.0, part * weight[:, None]).astype(out["o"].dtype)
         plt.store(out["o"].at[_place(q_rows, q_head, chunk)], o, mask=_existing(owned, block_q, chunk))
     if "lse" in out:

@@ -53,9 +53,6 @@ def finite(x: jax.Array) -> jax.Array:
 
 
 def dequantised(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """X (B, S, H, D) in float32, times its scale (B, S or 1, Hkv) where it has one, whose derivative a stray NaN leaves alone."""
+    """X (B, S, H, D) in float32, times its scale (B, S or 1, Hkv) where it has one."""
     x = x.astype(jnp.float32)
-    if scale is None:
-        return x
-    per_head = jnp.repeat(scale, x.shape[2] // scale.shape[2], axis=2)[..., None]
-    return jnp.where(jnp.isfinite(x), finite(x) * per_head, x)
+    return x if scale is None else x * jnp.repeat(scale, x.shape[2] // scale.shape[2], axis=2)[..., None]
