@@ -32,7 +32,7 @@ class Generation:
     """
 
     def __init__(
-        self, params: Params, config: Config, prompts: Sequence[Sequence[int]], max_tokens: int, page_size: int = 16
+        self, params: Params, config: Config, prompts: Sequence[Sequence[int]], max_tokens: int, page_size: int = 64
     ) -> None:
         """Packs the prompts and allots their pages; a batch that the model cannot take is a DemoError."""
         _check(config, prompts, max_tokens)

@@ -82,7 +82,7 @@ def _said(explanation: Explanation, build: str) -> str:
     """The key a build serves, or its first reason for serving none."""
     if explanation.key:
         return explanation.key
-    reasons = (why for other in explanation.others for why in other.refusals if why.startswith(f"{build} build"))
+    reasons = (why for _, refusals in explanation.others for why in refusals if why.startswith(f"{build} build"))
     return f"no: {next(reasons, 'serves none of the keys')}"
 
 
