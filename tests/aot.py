@@ -268,7 +268,8 @@ class _Compiler:
         """Mosaic's own dumps: NAME_N.before_layout_inference.txt always, the PTX only when it was not compiled before."""
         kernels = {}
         for module in sorted(dump.glob("*.before_layout_inference.txt")):
-            stem, text = module.name.split(".")[0], module.read_text()
+            stem = module.name.split(".")[0]
+            text = module.read_text().replace(f'"{stem}"', "")  # the only difference between two dumps of one kernel
             ptx = dump / f"{stem}.ptx"
             if ptx.exists():
                 self.mosaic_kernels[text] = _assembled(ptx.read_text(), _mosaic_shared_bytes(text))

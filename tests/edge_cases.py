@@ -41,7 +41,7 @@ def _case(features: tuple[str, ...] = (), options: dict[str, Any] | None = None,
 def _lengths(op: str) -> Makers:
     if op in ("gqa_prefill", "gqa_prefill_packed"):
         full = {"is_causal": False}
-        names = {f"{q}x{kv}": {"q_lens": (q,), "kv_lens": (kv,)} for q, kv in LENGTH_PAIRS}
+        names: dict[str, dict[str, Any]] = {f"{q}x{kv}": {"q_lens": (q,), "kv_lens": (kv,)} for q, kv in LENGTH_PAIRS}
         makers = {name: _case(**lens) for name, lens in names.items()}
         makers |= {f"{name}_full": _case(options=full, **lens) for name, lens in names.items()}
         makers["three_lengths"] = _case(q_lens=(113, 1, 40), kv_lens=(203, 1, 17))
@@ -72,7 +72,7 @@ def _shapes(op: str) -> Makers:
     if op in ("append_paged", "merge_attention"):
         return {}
     tokens = 1 if op in ("gqa_decode", "gqa_decode_paged") else 19
-    lens = {"q_lens": (tokens, tokens), "kv_lens": (33, 33)}
+    lens: dict[str, Any] = {"q_lens": (tokens, tokens), "kv_lens": (33, 33)}
     dims = {f"head_dim_{d}": _case(**lens, head_dim=d) for d in ODD_HEAD_DIMS}
     heads = {f"heads_{hq}_{hkv}": _case(**lens, kv_heads=hkv, group=hq // hkv) for hq, hkv in ODD_HEADS}
     return dims | heads | {"head_dims_192_128": _case(**lens, head_dim=192, head_dim_v=128)}
@@ -82,7 +82,7 @@ def _windows(op: str) -> Makers:
     if op in ("append_paged", "merge_attention"):
         return {}
     tokens = 1 if op in ("gqa_decode", "gqa_decode_paged") else 50
-    lens = {"q_lens": (tokens,), "kv_lens": (50,)}
+    lens: dict[str, Any] = {"q_lens": (tokens,), "kv_lens": (50,)}
     windows = ((0, 0), (1, 0), (2, None), (49, -1), (50, 0), (64, 0), (None, 0), (-1, 3), (-1, -1))
     makers = {f"window_{left}_{right}": _case(options={"window": (left, right)}, **lens) for left, right in windows}
     if op.startswith("gqa_prefill"):
@@ -131,14 +131,15 @@ def _values(op: str) -> Makers:
     if op in ("append_paged", "merge_attention"):
         return {}
     tokens = 1 if op in ("gqa_decode", "gqa_decode_paged") else 20
-    lens = {"q_lens": (tokens,) * 3, "kv_lens": (20,) * 3}
+    lens: dict[str, Any] = {"q_lens": (tokens,) * 3, "kv_lens": (20,) * 3}
+    with_empty: dict[str, Any] = lens | {"kv_lens": (0, 3, 20)}
     makers = {
         "softcap_of_large_scores": _case(options={"softcap": 30.0, "scale": 4.0}, **lens, dtype="bfloat16", amplitude=3.0),
         "large_float16": _case(**lens, head_dim=128, amplitude=100.0),
         "large_bfloat16": _case(**lens, dtype="bfloat16", amplitude=133120.0),
         "sink_against_equal_scores": lambda op: _equal_scores(_case(**lens)(op)),
         "huge_sink": lambda op: _with_sinks(_case(**lens)(op), 1e30),
-        "sink_of_empty_rows": lambda op: _with_sinks(_case(**(lens | {"kv_lens": (0, 3, 20)}))(op), 0.5),
+        "sink_of_empty_rows": lambda op: _with_sinks(_case(**with_empty)(op), 0.5),
         "sink_of_minus_infinity": lambda op: _with_sinks(_case(**lens)(op), -np.inf),
     }
     if op in ("gqa_prefill", "gqa_prefill_packed", "gqa_decode"):

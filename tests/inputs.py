@@ -156,13 +156,13 @@ def random_case(op: str, seed: int, features: tuple[str, ...] | None = None, **p
 def _draw(op: str, rng: Rng, features: frozenset[str], pinned: dict[str, Any]) -> _Facts:
     lens = pinned.get("q_lens") or pinned.get("kv_lens")
     batch = len(lens) if lens is not None else int(pinned.get("batch", rng.integers(1, 5)))
-    head_dim = int(rng.choice(HEAD_DIMS))
+    head_dim, group = int(rng.choice(HEAD_DIMS)), int(rng.choice(GROUPS))
     q_lens, kv_lens = _draw_lengths(op, rng, features, batch)
     drawn = {
         "dtype": ("float16", "bfloat16", "float32")[rng.integers(3)],
         "batch": batch,
-        "kv_heads": int(rng.integers(1, 4)),
-        "group": int(rng.choice(GROUPS)),
+        "kv_heads": int(rng.integers(1, 4 if group < 5 else 3)),
+        "group": group,
         "head_dim": head_dim,
         "q_lens": q_lens,
         "kv_lens": kv_lens,

@@ -40,7 +40,7 @@ def triton_product(x, y):
 
 
 def triton_centred(x):
-    """Holds 1024 elements in each thread of its one warp, four times what there are registers for."""
+    """Holds 256 elements in each thread of its one warp, where a thread has 255 registers."""
 
     def kernel(x_ref, o_ref):
         x = x_ref[...]
@@ -81,9 +81,9 @@ def aborts(x):
 
 PRODUCTS = {
     "triton": aot.Case(triton_product, (SQUARE, SQUARE)),
-    "spilling": aot.Case(triton_centred, (jax.ShapeDtypeStruct((128, 256), jnp.float32),)),
     "beside_xla": aot.Case(lambda x, y: jnp.exp(triton_product(x, y)) @ y, (SQUARE, SQUARE)),
 }
+SPILLING = {"centred": aot.Case(triton_centred, (jax.ShapeDtypeStruct((64, 128), jnp.float32),))}
 FAILURES_FIRST = {
     "raises": aot.Case(raises, (SQUARE,)),
     "aborts": aot.Case(aborts, (SQUARE,)),
@@ -127,8 +127,7 @@ def test_instructions_of_the_wrong_target_are_not_found():
 
 
 def test_spills_are_seen():
-    kernel = aot.compile_cases("a100", f"{HERE}:PRODUCTS")["spilling"].kernel
-    assert kernel.registers == 255
+    kernel = aot.compile_cases("a100", f"{HERE}:SPILLING")["centred"].kernel
     assert kernel.spill_bytes > 0
     assert kernel.threads == 32
 
@@ -154,7 +153,8 @@ def test_mosaic_kernel_on_hopper():
 
 def test_a_kernel_met_before_is_reported_again():
     reports = aot.compile_cases("h200", f"{HERE}:FAILURES_FIRST")
-    assert reports["mosaic_again"].kernel == reports["mosaic"].kernel
+    first, again = reports["mosaic"].kernel, reports["mosaic_again"].kernel
+    assert (again.ptx, again.registers, again.shared_bytes) == (first.ptx, first.registers, first.shared_bytes)
 
 
 @pytest.mark.parametrize("target", ["a100", "h200"])

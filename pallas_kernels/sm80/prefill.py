@@ -124,7 +124,7 @@ def _load_rows(ref, rows: jax.Array, head: jax.Array, chunk: Chunk, live: jax.Ar
 
 def _dot(a: jax.Array, b: jax.Array, *, b_is_transposed: bool = False) -> jax.Array:
     """The matrix product in float32 sums; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X9 if a.dtype == jnp.float32 else None
     dimensions = (((1,), (1 if b_is_transposed else 0,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 

@@ -7,6 +7,7 @@ are, whether or not the cache has room for them.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
@@ -68,7 +69,7 @@ def append(
         x = _quantised(x, None if scale is None else scale[sequence], pages.dtype)
         return pages.at[where].set(x, mode="drop")
 
-    return stored(k_pages, k, k_scale), stored(v_pages, v, v_scale)
+    return lax.optimization_barrier((stored(k_pages, k, k_scale), stored(v_pages, v, v_scale)))
 
 
 def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

@@ -52,7 +52,7 @@ class Segments(NamedTuple):
 def segments(cu_seqlens: jax.Array, tokens: int) -> Segments:
     """The segments that cumulative lengths (B + 1,) cut an axis of that many tokens into."""
     token = jnp.arange(tokens, dtype=jnp.int32)
-    ends_before = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32)
+    ends_before = jnp.searchsorted(cu_seqlens, token, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.clip(ends_before - 1, 0, cu_seqlens.shape[0] - 2)
     live = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
     return Segments(sequence, token - cu_seqlens[sequence], live)

@@ -9,6 +9,7 @@ Run once, in an environment of its own; nothing else in the repository needs tor
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -65,7 +66,9 @@ def main() -> None:
         "cases": cases,
     }
     path = Path(__file__).with_name("smollm2_greedy.json")
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    text = re.sub(r"(?<=\[)[-\d.,\s]+(?=\])", lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers is one line
+    path.write_text(text + "\n", encoding="utf-8")
     for case in cases:
         print(len(case["prompt_ids"]), case["smallest_margin"], repr(case["generated_text"]))
 
