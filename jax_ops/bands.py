@@ -93,7 +93,20 @@ def _check_operands(op: str, operands: Operands) -> None:
 def attend(
     rules: Rules, operands: Operands, band: Band, bias: Any, mask: Any, return_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """O (B, T, N, Hv) and lse (B, T, N), by the way that fits the call."""
+    """Attention of the queries to the keys in a band.
+
+    Args:
+      rules: the static options.
+      operands: the arrays; checked here, under the names of the public arguments.
+      band: what each query sees. With lengths it must hold the diagonal.
+      bias: added to the scores, broadcastable to (B, N, T, S), or None.
+      mask: bool, likewise, or None. XLA computes a call with a mask or a bias.
+      return_lse: whether the lse is wanted.
+
+    Returns:
+      o (B, T, N, Hv) and lse float32 (B, T, N); the lse may be None unless wanted.
+    """
+    _check_operands(rules.op, operands)
     if bias is not None or mask is not None:
         return _attend_masked(rules, operands, band, bias, mask)
     if operands.q_lengths is None and operands.kv_lengths is None:
@@ -185,8 +198,8 @@ def _attend_masked(rules: Rules, operands: Operands, band: Band, bias: Any, mask
     q, k, v = operands[:3]
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     given = {name: _score_array(rules.op, name, x, scores) for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-    _check_masked(rules, operands, " and ".join(given))
-    _log_masked(rules.op, scores, " and ".join(given))
+    _check_masked(rules, operands, " and a ".join(given))
+    _log_masked(rules.op, scores, " and a ".join(given))
     seen = given.get("mask")
     i, j = jnp.arange(scores[2], dtype=jnp.int32), jnp.arange(scores[3], dtype=jnp.int32)
     between = j[None, :] - i[:, None]
@@ -232,17 +245,15 @@ def _score_array(op: str, name: str, x: Any, scores: tuple[int, ...]) -> jax.Arr
 
 def _check_masked(rules: Rules, operands: Operands, given: str) -> None:
     """Options that ask for what only kernels can do."""
-    remedy = f"Say {given.replace('bias and ', '')} as is_causal, a window or lengths where it is one." if "mask" in given else ""
+    remedy = "A causal mask, a window and padding have arguments of their own, which kernels serve."
     if rules.build not in (None, "xla"):
-        raise checks.fail(rules.op, "build", f"is {rules.build!r} and {given} is given", "None or 'xla', which alone serves it", remedy)
+        raise checks.fail(rules.op, "build", f"is {rules.build!r} with a {given}", "None or 'xla', which alone serves it", remedy)
     if rules.kernel_map:
-        came = f"is given with {given}"
-        raise checks.fail(rules.op, "kernel_map", came, "no replacement, since no kernel is asked for such a call", remedy)
-    target(rules.op, rules.device, rules.interpret, {"q": operands.q})
-    if rules.interpret:
-        raise checks.fail(rules.op, "interpret", f"is True and {given} is given", "False, since no kernel serves it", remedy)
+        raise checks.fail(rules.op, "kernel_map", f"is given with a {given}", "None: no kernel is asked for such a call", remedy)
+    if target(rules.op, rules.device, rules.interpret, {"q": operands.q})["interpret"]:
+        raise checks.fail(rules.op, "interpret", f"is True with a {given}", "False: no kernel serves such a call", remedy)
 
 
 @lru_cache(maxsize=1024)
 def _log_masked(op: str, scores: tuple[int, ...], given: str) -> None:
-    logger.info("%s: XLA serves a call with %s, holding scores %s in float32", op, given, scores)
+    logger.info("%s: XLA serves the call with a %s, and holds its scores %s in float32", op, given, scores)

@@ -143,12 +143,12 @@ class PagedKVCache:
     @property
     def num_free_pages(self) -> jax.Array:
         """Pages that no row names; an int32 scalar."""
-        return self.num_pages - jnp.sum(self._in_use(), dtype=jnp.int32)
+        return _num_free(self.page_table, self.num_pages)
 
     @property
     def room(self) -> jax.Array:
         """Tokens that the pages of each sequence hold, int32 (batch,); `room - lengths` can be appended as it is."""
-        return jnp.sum(jnp.cumprod(self._is_page().astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32) * self.page_size
+        return _room(self.page_table, self.num_pages, self.page_size)
 
     def fits(self, tokens: Any, *, fresh: bool = False) -> jax.Array:
         """Whether `extend(tokens)` finds every page it needs.
@@ -178,7 +178,7 @@ class PagedKVCache:
           ValueError, TypeError: the shape and kind of tokens.
         """
         tokens = self._tokens("allocate", tokens)
-        return self.free(tokens > 0)._with_pages(tokens)
+        return self.free(tokens > 0).extend(tokens)
 
     def extend(self, tokens: Any) -> PagedKVCache:
         """Gives each sequence room for `tokens` more than its length; pages it holds already are used first.
@@ -192,7 +192,8 @@ class PagedKVCache:
         Raises:
           ValueError, TypeError: the shape and kind of tokens.
         """
-        return self._with_pages(self._tokens("extend", tokens))
+        missing = self._missing(self._tokens("extend", tokens))
+        return replace(self, page_table=_with_pages(self.page_table, missing, self.num_pages))
 
     def free(self, rows: Any) -> PagedKVCache:
         """Ends sequences: the rows give back their pages and become inactive, of length 0.
@@ -292,15 +293,7 @@ class PagedKVCache:
         elif not (checks.is_array(layer) and layer.shape == () and np.issubdtype(layer.dtype, np.integer)):
             raise checks.wrong_type(op, "layer", f"is {layer!r}", "an int, or an integer scalar")
         first = jnp.asarray(layer, jnp.int32) * self.num_pages
-        return jnp.where(self._is_page(), self.page_table + first, -1)
-
-    def _is_page(self) -> jax.Array:
-        return (self.page_table >= 0) & (self.page_table < self.num_pages)
-
-    def _in_use(self) -> jax.Array:
-        """Which pages of a layer a row names, bool (num_pages,)."""
-        named = jnp.where(self._is_page(), self.page_table, self.num_pages)
-        return jnp.zeros(self.num_pages, bool).at[named].set(True, mode="drop")
+        return jnp.where(_is_page(self.page_table, self.num_pages), self.page_table + first, -1)
 
     def _tokens(self, method: str, tokens: Any) -> jax.Array:
         """Token counts as int32 (batch,) in [0, capacity + 1]."""
@@ -314,17 +307,45 @@ class PagedKVCache:
         return jnp.broadcast_to(counts, (self.batch,))
 
     def _missing(self, tokens: jax.Array) -> jax.Array:
-        """Which entries need a page before so many tokens can be appended, bool (batch, max_pages).
+        return _missing(self.page_table, self.lengths, tokens, self.num_pages, self.page_size)
 
-        Only entries past the length: one within it whose page is missing stands for tokens that were not stored.
-        """
-        first = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)[None] * self.page_size
-        wanted = (first >= self.lengths[:, None]) & (first < (self.lengths + tokens)[:, None])
-        return wanted & ~self._is_page()
 
-    def _with_pages(self, tokens: jax.Array) -> PagedKVCache:
-        missing = self._missing(tokens)
-        (free,) = jnp.nonzero(~self._in_use(), size=min(self.num_pages, missing.size), fill_value=-1)
-        nth = jnp.cumsum(missing.reshape(-1), dtype=jnp.int32).reshape(missing.shape) - 1
-        pages = free.astype(jnp.int32).at[nth].get(mode="fill", fill_value=-1)
-        return replace(self, page_table=jnp.where(missing, pages, self.page_table))
+def _is_page(table: jax.Array, num_pages: int) -> jax.Array:
+    return (table >= 0) & (table < num_pages)
+
+
+def _in_use(table: jax.Array, num_pages: int) -> jax.Array:
+    """Which pages of a layer a row names, bool (num_pages,)."""
+    named = jnp.where(_is_page(table, num_pages), table, num_pages)
+    return jnp.zeros(num_pages, bool).at[named].set(True, mode="drop")
+
+
+@partial(jax.jit, static_argnums=1)
+def _num_free(table: jax.Array, num_pages: int) -> jax.Array:
+    return num_pages - jnp.sum(_in_use(table, num_pages), dtype=jnp.int32)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _room(table: jax.Array, num_pages: int, page_size: int) -> jax.Array:
+    leading = jnp.cumprod(_is_page(table, num_pages).astype(jnp.int32), axis=1)
+    return jnp.sum(leading, axis=1, dtype=jnp.int32) * page_size
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _missing(table: jax.Array, lengths: jax.Array, tokens: jax.Array, num_pages: int, page_size: int) -> jax.Array:
+    """Which entries need a page before so many tokens can be appended, bool (batch, max_pages).
+
+    Only entries past the length: one within it whose page is missing stands for tokens that were not stored.
+    """
+    first = jnp.arange(table.shape[1], dtype=jnp.int32)[None] * page_size
+    wanted = (first >= lengths[:, None]) & (first < (lengths + tokens)[:, None])
+    return wanted & ~_is_page(table, num_pages)
+
+
+@partial(jax.jit, static_argnums=2)
+def _with_pages(table: jax.Array, missing: jax.Array, num_pages: int) -> jax.Array:
+    """The table with the n-th missing entry given the n-th free page, or -1 when there is none."""
+    (free,) = jnp.nonzero(~_in_use(table, num_pages), size=min(num_pages, missing.size), fill_value=-1)
+    nth = jnp.cumsum(missing.reshape(-1), dtype=jnp.int32).reshape(missing.shape) - 1
+    pages = free.astype(jnp.int32).at[nth].get(mode="fill", fill_value=-1)
+    return jnp.where(missing, pages, table)

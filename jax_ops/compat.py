@@ -93,6 +93,8 @@ def dot_product_attention(
       True
     """
     op = _JAX_OP
+    static = {"scale": scale, "softcap": softcap, "is_causal": is_causal, "local_window_size": local_window_size}
+    checks.check_static(op, {**static, "implementation": implementation, "return_residual": return_residual})
     returns_residual = checks.static_bool(op, "return_residual", return_residual)
     if implementation not in (None, "xla", "cudnn"):
         raise checks.fail(op, "implementation", f"is {implementation!r}", "None, 'xla' or 'cudnn'")
@@ -128,7 +130,6 @@ def dot_product_attention(
         v,
         *(None if x is None else jnp.asarray(x) for x in (query_seq_lengths, key_value_seq_lengths, sinks)),
     )
-    _check_operands(op, operands)
     rules = Rules(op, scale, softcap, implementation or build, kernel_map, device, interpret)
     o, lse = attend(rules, operands, band, bias, mask, returns_residual)
     shape = jnp.shape(query)[:-1]
@@ -230,7 +231,6 @@ def _flax_function(
         query, key, value = (jnp.asarray(x).astype(element) for x in (query, key, value))
         batch = query.shape[:-3]
         operands = Operands(*(_batched(_FLAX_OP, n, x, batch) for n, x in (("query", query), ("key", key), ("value", value))))
-        _check_operands(_FLAX_OP, operands)
         offset = operands.k.shape[1] - operands.q.shape[1]
         band = Band(None if left is None else offset - left, None if right is None else offset + right)
         band = band.within(None, offset if causal else None)
@@ -248,7 +248,7 @@ def _one_batch_axis(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
     if all(n == 1 for n in x.shape[:-3]):
         return x.reshape(1, *x.shape[-3:])
-    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
 
 
 def _window(op: str, window: Any) -> tuple[int | None, int | None]:
@@ -273,4 +273,4 @@ def _batched(op: str, name: str, x: Any, batch: tuple[int, ...] | None = None) -
         raise checks.fail(op, name, f"has shape {x.shape}", "4 axes (batch, tokens, heads, head size), or 3 without batch")
     if batch is not None and (x.ndim < 3 or x.shape[:-3] != batch):
         raise checks.fail(op, name, f"has shape {x.shape}", f"the axes {batch} of query, then (tokens, heads, head size)")
-    return x.reshape(-1 if 0 not in x.shape[:-3] else 0, *x.shape[-3:])
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])

@@ -51,6 +51,11 @@ def merge_attention(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[jax.Arr
     """
     o_a, lse_a, o_b, lse_b = (x if checks.is_array(x) else jnp.asarray(x) for x in (o_a, lse_a, o_b, lse_b))
     _check(o_a, lse_a, o_b, lse_b)
+    return _merged(o_a, lse_a, o_b, lse_b)
+
+
+@jax.jit
+def _merged(o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     empty_a, empty_b = lse_a == -jnp.inf, lse_b == -jnp.inf
     lone = empty_a | empty_b
     real_a, real_b = (jnp.where(e[..., None], 0, o.astype(jnp.float32)) for e, o in ((empty_a, o_a), (empty_b, o_b)))

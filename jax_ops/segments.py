@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ops import checks
 
@@ -37,8 +39,7 @@ def segment_ids_to_cu_seqlens(segment_ids: Any, *, max_segments: int) -> jax.Arr
       by one that holds its padding, whose outputs are to be ignored.
 
     Raises:
-      ValueError: the rank, a max_segments below 1, or (NumPy ids only, whose values can be read) more sequences than
-        max_segments.
+      ValueError: the rank, a max_segments below 1, or an id past max_segments (NumPy ids only, whose values can be read).
       TypeError: ids that are not integers, a max_segments that is not static.
 
     Example:
@@ -57,27 +58,22 @@ def segment_ids_to_cu_seqlens(segment_ids: Any, *, max_segments: int) -> jax.Arr
         raise checks.fail(_OP, "segment_ids", f"has shape {tuple(ids.shape)}", "2 axes (batch, tokens), or 1 axis (tokens,)")
     if not np.issubdtype(ids.dtype, np.integer):
         raise checks.wrong_type(_OP, "segment_ids", f"has element type {ids.dtype}", "an integer type (int32)")
-    rows = ids if ids.ndim == 2 else ids[None]
-    number, is_real = _numbered(np if isinstance(rows, np.ndarray) else jnp, rows)
-    if isinstance(number, np.ndarray) and number[is_real].max(initial=-1) >= count:
-        raise checks.fail(
-            _OP, "max_segments", f"is {count} and the ids make {number[is_real].max() + 1} sequences", "at least as many"
-        )
-    number = jnp.where(is_real, number, count).astype(jnp.int32)
-    sequences = jnp.arange(count + 1, dtype=jnp.int32)
-    bounds = jax.vmap(lambda row: jnp.searchsorted(row, sequences))(number).astype(jnp.int32)
+    if isinstance(ids, np.ndarray) and ids.max(initial=0) > count:
+        raise checks.fail(_OP, "segment_ids", f"has the id {ids.max()}", f"ids of at most max_segments, which is {count}")
     if ids.ndim == 1:
-        return bounds[0]
-    batch, tokens = rows.shape
-    starts = bounds + (tokens * jnp.arange(batch, dtype=jnp.int32))[:, None]
+        return _bounds(jnp.asarray(ids)[None], count)[0]
+    batch, tokens = ids.shape
+    starts = _bounds(jnp.asarray(ids), count) + (tokens * jnp.arange(batch, dtype=jnp.int32))[:, None]
     return jnp.append(starts.reshape(-1), jnp.int32(batch * tokens))
 
 
-def _numbered(xp: Any, ids: Any) -> tuple[Any, Any]:
-    """The sequence number of every token (B, T), non-decreasing, and whether it stands before the trailing padding."""
-    ids = xp.maximum(ids.astype(np.int32), 0)
-    before = xp.pad(ids, ((0, 0), (1, 0)))[:, :-1]
-    is_first = xp.arange(ids.shape[1]) == 0
-    step = xp.where(is_first[None], xp.maximum(ids - 1, 0), xp.where(ids == before, 0, xp.maximum(ids - before, 1)))
-    is_real = xp.flip(xp.cumsum(xp.flip((ids > 0).astype(np.int32), 1), 1), 1) > 0
-    return xp.cumsum(step, 1), is_real
+@partial(jax.jit, static_argnums=1)
+def _bounds(ids: jax.Array, count: int) -> jax.Array:
+    """Where each of the sequences 0 to `count` begins in its row (B, T), int32 (B, count + 1)."""
+    ids = jnp.clip(ids, 0, count + 1).astype(jnp.int32)
+    run = jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1, dtype=jnp.int32)
+    number = run + lax.cummax(jnp.maximum(ids - 1 - run, 0), axis=1)
+    is_real = lax.cummax(ids, axis=1, reverse=True) > 0
+    number = jnp.where(is_real, jnp.minimum(number, count), count)
+    sequences = jnp.arange(count + 1, dtype=jnp.int32)
+    return jax.vmap(lambda row: jnp.searchsorted(row, sequences))(number).astype(jnp.int32)

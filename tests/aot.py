@@ -225,7 +225,7 @@ def _worker(target: str, cases: str, results: str, *finished: str) -> None:
 def _load(cases: str, target: Target) -> Mapping[str, Case]:
     module, _, attribute = cases.partition(":")
     found = getattr(importlib.import_module(module), attribute)
-    return found(target) if callable(found) else found
+    return found if isinstance(found, Mapping) else found(target)
 
 
 class _Compiler:
@@ -255,6 +255,7 @@ class _Compiler:
             hlo = executable.as_text() or ""
             kernels = [*self._mosaic_kernels(Path(dump)), *_triton_kernels(Path(dump), hlo)]
         memory = executable.memory_analysis()
+        assert memory is not None
         return Report(
             name=name,
             error=None,
@@ -387,7 +388,8 @@ def _print_table(target: str, cases: str, *names: str) -> None:
             continue
         print(f"{report.name}: {report.error or 'compiled'}, {report.temp_bytes} temporary bytes")
         for k in report.kernels:
-            print(f"  {k.name} {k.arch}: {k.registers} registers, {k.spill_bytes} spill, {k.shared_bytes} shared, {k.threads} threads")
+            print(f"  {k.name} {k.arch}: {k.threads} threads, {k.registers} registers, bytes spilled {k.spill_bytes}, ", end="")
+            print(f"shared {k.shared_bytes}")
             print("".join(f"    {loss}\n" for loss in k.losses), end="")
 
 

@@ -11,7 +11,7 @@ CPU_DEVICES = 8
 
 def pytest_configure(config: pytest.Config) -> None:
     if "jax" in sys.modules:
-        raise pytest.UsageError("jax was imported before tests/conftest.py could choose its platform; import it in test modules.")
+        raise pytest.UsageError("jax was imported before tests/conftest.py chose its platform; import it in test modules.")
     if not _selects_gpu(config.option.markexpr):
         os.environ["JAX_PLATFORMS"] = "cpu"
         # The CUDA plugin is installed for tests/aot.py; without a driver its version check would only complain.

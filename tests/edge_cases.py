@@ -105,7 +105,7 @@ def _paging(op: str) -> Makers:
     new = 3 if op == "gqa_decode_paged" else 20
     for rotary_dim in (32, 64, 96, 128):
         for style in ("half", "interleaved"):
-            options = {"rope": Rope(rotary_dim=rotary_dim, style=style)}
+            options = {"rope": Rope(rotary_dim=rotary_dim, max_position=64, style=style)}
             makers[f"rotary_{rotary_dim}_of_128_{style}"] = _case(
                 features, options, q_lens=(new,), kv_lens=(37,), head_dim=128, page_size=16
             )

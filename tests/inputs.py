@@ -229,7 +229,7 @@ def _rope(facts: _Facts) -> dict[str, Any]:
     rope = Rope(
         theta=float(rng.choice((500.0, 10000.0, 100000.0))),
         rotary_dim=rotary_dim,
-        max_position=None if rng.random() < 0.5 else 16,
+        max_position=int(rng.choice((16, 4096))),
         style=("half", "interleaved")[rng.integers(2)],
     )
     if rng.random() < 0.3:

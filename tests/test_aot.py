@@ -67,7 +67,10 @@ def mosaic_product(x, y):
 
     tiled = plgpu.SMEM((SIDE, SIDE), jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
     return plgpu.kernel(
-        kernel, out_type=SQUARE, scratch_types=[tiled, tiled, tiled, plgpu.Barrier(num_arrivals=2)], kernel_name="mosaic_product"
+        kernel,
+        out_type=SQUARE,
+        scratch_types=[tiled, tiled, tiled, plgpu.Barrier(num_arrivals=2)],
+        kernel_name="mosaic_product",
     )(x, y)
 
 
@@ -92,11 +95,6 @@ FAILURES_FIRST = {
 }
 
 
-def named_by_target(target: aot.Target) -> dict[str, aot.Case]:
-    rows = jax.ShapeDtypeStruct((target.device.sm_count, SIDE), jnp.float32)
-    return {"sharded": aot.Case(jnp.matmul, (rows, SQUARE_F32), specs=(COLUMNS, ROWS)), "donated": DONATED, "explicit": EXPLICIT}
-
-
 ROWS, COLUMNS = PartitionSpec("x", None), PartitionSpec(None, "x")
 SQUARE_F32 = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
 DONATED = aot.Case(lambda x, y: x.at[0].set(y[0]), (SQUARE_F32, SQUARE_F32), donate=(0,))
@@ -106,6 +104,15 @@ EXPLICIT = aot.Case(
     specs=(ROWS, PartitionSpec()),
     axis_type=AxisType.Explicit,
 )
+
+
+def two_gpu_cases(target: aot.Target) -> dict[str, aot.Case]:
+    rows = jax.ShapeDtypeStruct((target.device.sm_count, SIDE), jnp.float32)
+    return {
+        "sharded": aot.Case(jnp.matmul, (rows, SQUARE_F32), specs=(COLUMNS, ROWS)),
+        "donated": DONATED,
+        "explicit": EXPLICIT,
+    }
 
 
 @pytest.mark.parametrize("target", TRITON)
@@ -176,7 +183,7 @@ def test_mosaic_kernel_that_the_a100_cannot_run():
 
 
 def test_two_gpus():
-    reports = aot.compile_cases("h200x2", f"{HERE}:named_by_target")
+    reports = aot.compile_cases("h200x2", f"{HERE}:two_gpu_cases")
     assert "all-reduce" in reports["sharded"].ok().hlo
     assert f"f32[{aot.TARGETS['h200x2'].device.sm_count},{SIDE // 2}]" in reports["sharded"].hlo
     assert reports["explicit"].kernel.name == "triton_product"
@@ -185,13 +192,13 @@ def test_two_gpus():
 
 
 def test_aliases_are_counted():
-    reports = aot.compile_cases("h200x2", f"{HERE}:named_by_target")
+    reports = aot.compile_cases("h200x2", f"{HERE}:two_gpu_cases")
     assert reports["donated"].ok().alias_bytes == SQUARE_F32.size * 4
     assert reports["sharded"].alias_bytes == 0
 
 
 def test_one_kernel_is_asked_for_and_there_is_none():
-    report = aot.compile_cases("h200x2", f"{HERE}:named_by_target")["donated"]
+    report = aot.compile_cases("h200x2", f"{HERE}:two_gpu_cases")["donated"]
     with pytest.raises(AssertionError, match=r"donated has the kernels \[\], not one"):
         _ = report.kernel
 

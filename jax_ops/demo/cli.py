@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help=f"what to ask; several are answered as a batch ({DEFAULT_PROMPT!r})"
     )
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens of the longest answer (%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="length of the longest answer (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights, cache (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,10 +65,10 @@ def _demo(prompts: Sequence[str], max_tokens: int, dtype: str) -> None:
     generation = Generation(params, config, token_ids, max_tokens)
     speeds = _answer(generation, tokenizer, transcript, progress)
 
-    used, total = generation.pages()
-    page_size = generation.cache.k_pages.shape[1]
+    cache = generation.cache
+    used = cache.num_pages - int(cache.num_free_pages)
     print(f"\n{speeds}")
-    print(f"cache    {used} of {total} pages of {page_size} tokens used, in each of {config.num_layers} layers")
+    print(f"cache    {used} of {cache.num_pages} pages of {cache.page_size} tokens used, in each of {config.num_layers} layers")
     for explanation in _kernels(generation):
         print(f"\n{explanation}")
 
@@ -98,8 +98,8 @@ def _load(dtype: str) -> tuple[Params, Config, Tokenizer]:
 
 def _answer(generation: Generation, tokenizer: Tokenizer, transcript: Transcript, progress: Progress) -> str:
     """Prints the answers as they come, each up to the end of its turn; returns the lines on speed."""
-    texts = dict(enumerate(tokenizer.stream() for _ in range(generation.batch)))
-    show_ticks = generation.batch > 1 or not sys.stdout.isatty()
+    texts = dict(enumerate(tokenizer.stream() for _ in range(generation.cache.batch)))
+    show_ticks = generation.cache.batch > 1 or not sys.stdout.isatty()
     new_tokens = 0
     begin = first = now = time.perf_counter()
     for step, tokens in enumerate(generation, start=1):
@@ -120,7 +120,7 @@ def _answer(generation: Generation, tokenizer: Tokenizer, transcript: Transcript
     progress.clear()
     lines = [_speed("prefill", generation.prompt_tokens, first - begin)]
     if now > first:
-        lines.append(_speed("decode", new_tokens - generation.batch, now - first))
+        lines.append(_speed("decode", new_tokens - generation.cache.batch, now - first))
     return "\n".join(lines)
 
 
@@ -136,7 +136,7 @@ def _kernels(generation: Generation) -> tuple[Explanation, Explanation]:
         return ShapeDtypeStruct((rows, count, config.head_dim), cache.k_pages.dtype)
 
     pool = (cache.k_pages, cache.v_pages, cache.page_table)
-    packed, batch = len(generation.tokens), generation.batch
+    packed, batch = len(generation.tokens), generation.cache.batch
     q, k, v = heads(packed, config.q_heads), heads(packed, config.kv_heads), heads(packed, config.kv_heads)
     q_new, k_new, v_new = heads(batch, config.q_heads), heads(batch, config.kv_heads), heads(batch, config.kv_heads)
     return (

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import DTypeLike
 
 from jax_ops import PagedKVCache
 from jax_ops.demo import model
@@ -24,7 +23,7 @@ class Generation:
       max_tokens: how many tokens follow each prompt.
       tokens: int32 (T,), the packed prompts, padded.
       cu_seqlens: int32 (B + 1,), where each prompt begins and ends.
-      cache: of all sequences, with pages allotted for prompts and continuations.
+      cache: of all sequences, with as many pages as they can come to need.
 
     Example:
       >>> for tokens in Generation(params, config, prompts, max_tokens=64):  # doctest: +SKIP
@@ -34,7 +33,7 @@ class Generation:
     def __init__(
         self, params: Params, config: Config, prompts: Sequence[Sequence[int]], max_tokens: int, page_size: int = 64
     ) -> None:
-        """Packs the prompts and allots their pages; a batch that the model cannot take is a DemoError."""
+        """Packs the prompts and makes room for all that follows; a batch that the model cannot take is a DemoError."""
         _check(config, prompts, max_tokens)
         lengths = [len(prompt) for prompt in prompts]
         padding = -sum(lengths) % PACKED_MULTIPLE
@@ -42,7 +41,17 @@ class Generation:
         self.max_tokens = max_tokens
         self.tokens = jnp.asarray(np.concatenate([*prompts, [0] * padding]), jnp.int32)
         self.cu_seqlens = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
-        self.cache = _allot(config, [length + max_tokens for length in lengths], page_size, params.embedding.dtype)
+        pages = [-(-(length + max_tokens) // page_size) for length in lengths]
+        self.cache = PagedKVCache.create(
+            num_pages=sum(pages),
+            page_size=page_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            batch=len(prompts),
+            max_pages=max(pages),
+            dtype=params.embedding.dtype,
+            num_layers=config.num_layers,
+        )
         self._params = params
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -58,19 +67,9 @@ class Generation:
         yield np.asarray(tokens)
 
     @property
-    def batch(self) -> int:
-        """How many prompts."""
-        return len(self.cu_seqlens) - 1
-
-    @property
     def prompt_tokens(self) -> int:
         """How many tokens all prompts have."""
         return int(self.cu_seqlens[-1])
-
-    def pages(self) -> tuple[int, int]:
-        """How many pages of a layer hold tokens, and how many there are."""
-        num_pages, page_size = self.cache.k_pages.shape[:2]
-        return int(np.sum(-(-np.asarray(self.cache.lengths) // page_size))), num_pages // self.config.num_layers
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -85,21 +84,6 @@ def _prefill(
 def _decode(params: Params, tokens: jax.Array, cache: PagedKVCache, *, config: Config) -> tuple[jax.Array, PagedKVCache]:
     logits, cache = model.decode(params, tokens, cache, config=config)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
-
-
-def _allot(config: Config, capacities: Sequence[int], page_size: int, dtype: DTypeLike) -> PagedKVCache:
-    """An empty cache with pages for so many tokens of each sequence, over the layers' shared pool."""
-    counts = [-(-capacity // page_size) for capacity in capacities]
-    page_table = np.zeros((len(counts), max(counts)), np.int32)
-    for row, (first, count) in enumerate(zip(np.cumsum([0, *counts]), counts)):
-        page_table[row, :count] = np.arange(first, first + count)
-    pool = (config.num_layers * sum(counts), page_size, config.kv_heads, config.head_dim)
-    return PagedKVCache(
-        k_pages=jnp.zeros(pool, dtype),
-        v_pages=jnp.zeros(pool, dtype),
-        page_table=jnp.asarray(page_table),
-        lengths=jnp.zeros(len(counts), jnp.int32),
-    )
 
 
 def _check(config: Config, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:

@@ -42,7 +42,6 @@ from dispatch_core.splitting import tiles_of_split
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
 from pallas_kernels.common.fp8 import decode_e4m3_bits
-from pallas_kernels.sm80 import instructions
 from pallas_kernels.sm80.prefill import MIN_DOT, Chunk, head_chunks
 
 Array = jax.Array
@@ -77,7 +76,6 @@ class _Problem:
       batch, tokens, kv_heads, group: sizes of q (batch, tokens, kv_heads * group, head_dim).
       page_size, num_pages: of the pools; None and 0 for a contiguous cache.
       pack: FP8 elements in a word of the cache; 1 where a word is an element.
-      interpret: run on the host.
     """
 
     call: AttentionCall
@@ -89,7 +87,6 @@ class _Problem:
     page_size: int | None = None
     num_pages: int = 0
     pack: int = 1
-    interpret: bool = False
 
     @property
     def rows(self) -> int:
@@ -283,7 +280,7 @@ def _split_kernel(refs: Inputs, *outs: Any, p: _Problem) -> None:
         if call.softcap is None:
             s = dots * (factor * softmax.LOG2_E)
         else:
-            s = instructions.softcapped(dots, factor, call.softcap, interpret=p.interpret)
+            s = jnp.tanh(dots * (factor / call.softcap)) * (call.softcap * softmax.LOG2_E)
         key, query = lax.broadcast_in_dim(key, s.shape, (1,)), _down(first + w.token, s.shape)
         visible = lax.broadcast_in_dim(exists, s.shape, (1,)) & (key <= query)
         if left is not None:
@@ -360,6 +357,7 @@ def _append(pages: Any, rows: Any, table: Any, p: _Problem, w: _Where, length: A
     column = lax.div(key, p.page_size)
     page = plt.load(table.at[w.b, column], mask=w.exists & (column < table.shape[1]), other=-1)
     exists = (page >= 0) & (page < p.num_pages)
+    page = jnp.where(exists, page, p.num_pages)  # the interpreter stores what was there where masked, and -1 is a page to it
     for columns in (_Columns(chunk) for chunk in head_chunks(dim // p.pack)):
         value = _load(rows, (w.b, w.row, w.head), exists, columns)
         _store(pages, (page, lax.rem(key, p.page_size), w.head), exists, columns, value)
@@ -443,7 +441,7 @@ def attend(call: AttentionCall, tile: TileConfig, inputs: Inputs, *, interpret: 
         k, v, k_stored, v_stored = (None if x is None else _in_pairs(x) for x in words)
         inputs = inputs._replace(k=k, v=v, k_stored=k_stored, v_stored=v_stored)
     pack = 2 if inputs.k.dtype == jnp.uint16 else 1
-    p = _Problem(call, tile, batch, tokens, kv_heads, q_heads // kv_heads, **pages, pack=pack, interpret=interpret)
+    p = _Problem(call, tile, batch, tokens, kv_heads, q_heads // kv_heads, **pages, pack=pack)
     results = [jax.ShapeDtypeStruct((batch, tokens, q_heads, call.v_dim), jnp.dtype(call.o_dtype))]
     if call.return_lse:
         results.append(jax.ShapeDtypeStruct((batch, tokens, q_heads), jnp.float32))

@@ -37,6 +37,7 @@ from pallas_kernels.common import softmax
 from pallas_kernels.sm80 import instructions
 
 MIN_DOT = 16  # the smallest edge of a Triton dot
+FLOAT32_INNER = 32  # head elements of one float32 product: 64 spills on compute capability 8.0 and 9.0
 INT32_ELEMENTS = 2**31  # Pallas addresses an array of up to 2**32 bytes with signed 32-bit element offsets
 
 
@@ -124,7 +125,7 @@ def _load_rows(ref, rows: jax.Array, head: jax.Array, chunk: Chunk, live: jax.Ar
 
 def _dot(a: jax.Array, b: jax.Array, *, b_is_transposed: bool = False) -> jax.Array:
     """The matrix product in float32 sums; float32 operands are not rounded."""
-    precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X9 if a.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((1,), (1 if b_is_transposed else 0,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
@@ -168,8 +169,11 @@ class Plan:
 
     @property
     def k_chunks(self) -> tuple[Chunk, ...]:
-        """The blocks of a query or key row."""
-        return head_chunks(self.call.head_dim)
+        """The blocks of a query or key row.
+
+        A float32 product runs on the scalar units, whose operands sit in registers over its whole inner length.
+        """
+        return head_chunks(self.call.head_dim, FLOAT32_INNER if self.call.dtype == "float32" else None)
 
     @property
     def v_chunks(self) -> tuple[Chunk, ...]:

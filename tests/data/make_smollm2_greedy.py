@@ -22,8 +22,10 @@ TOP = 8
 PROMPTS = (
     "Why is the sky blue?",
     "Write a story about a lighthouse keeper who counts 1024 waves every night, and ends up at 3.14159.",
-    "Explain step by step how a café differs from a restaurant.\n\nGive five examples of each, and say at length when "
-    "you'd go to one rather than the other:  keep it friendly, and free of naïve clichés.",
+    """Explain step by step how a café differs from a restaurant.
+
+Give five examples of each, and say at length when you'd go to one rather than the other:  keep it friendly, and free of \
+naïve clichés.""",
 )
 
 
@@ -37,9 +39,7 @@ def main() -> None:
     for prompt in PROMPTS:
         chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        out = model.generate(
-            ids, max_new_tokens=NEW_TOKENS, do_sample=False, output_scores=True, return_dict_in_generate=True
-        )
+        out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, output_scores=True, return_dict_in_generate=True)
         scores = torch.cat(out.scores)
         if len(scores) < NEW_TOKENS:
             raise SystemExit(f"{prompt!r} ends after {len(scores)} tokens; need {NEW_TOKENS}. Choose another prompt.")
@@ -67,7 +67,7 @@ def main() -> None:
     }
     path = Path(__file__).with_name("smollm2_greedy.json")
     text = json.dumps(record, indent=1, ensure_ascii=False)
-    text = re.sub(r"(?<=\[)[-\d.,\s]+(?=\])", lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers is one line
+    text = re.sub(r"\[[-\d.,\s]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)  # a list of numbers is one line
     path.write_text(text + "\n", encoding="utf-8")
     for case in cases:
         print(len(case["prompt_ids"]), case["smallest_margin"], repr(case["generated_text"]))

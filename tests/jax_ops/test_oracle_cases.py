@@ -1,0 +1,103 @@
+"""Every op through its XLA build against the float64 oracle.
+
+Compiling a case costs a few tenths of a second and everything else next to nothing, so `make test` compiles few programs and
+runs each of them on many calls:
+
+- each feature alone, and shapes that have about half of an op's features at once, so many that every pair of features meets
+  in one of them (asserted); each shape five times, with other values, pages and live lengths: a hundred random calls an op;
+- the named edge cases;
+- each of these also poisoned (what no one may read is NaN, infinity or no page: bit-for-bit the same result) and unclamped
+  (lengths and offsets out of range: the clamped result).
+
+These programs are compiled without LLVM's optimisation, at half the cost. `make test-slow` adds what is left out: every pair of
+features alone, and nine hundred random shapes an op, compiled as users' calls are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+from tests.calling import call, redrawn
+from tests.edge_cases import edge_cases
+from tests.inputs import FEATURES, OPS, Case, feature_cases, poisoned, random_case, unclamped
+from tests.tolerance import assert_same_bits, check_case
+
+SHAPES, DRAWS = 20, 5
+SLOW_SEEDS = range(100, 1000)
+
+
+@pytest.fixture
+def _unoptimised():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def features_of(op: str, seed: int) -> tuple[str, ...]:
+    """About half of an op's features."""
+    rng = np.random.default_rng([zlib.crc32(op.encode()), 0, seed])
+    return tuple(name for name in FEATURES[op] if rng.random() < 0.5)
+
+
+def check(case: Case) -> None:
+    """The case, its poisoned twin and its unclamped twin."""
+    results = call(case)
+    check_case(case, *results)
+    twin = poisoned(case)
+    poisoned_results = call(twin)
+    check_case(twin, *poisoned_results)
+    if case.op != "append_paged":
+        for name, got, want in zip(("o", "lse"), poisoned_results, results, strict=False):
+            assert_same_bits(got, want, f"poisoned {name}")
+    check_case(case, *call(unclamped(case)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_random_shapes_pair_every_feature_with_every_other(op):
+    met = {pair for seed in range(SHAPES) for pair in itertools.combinations(features_of(op, seed), 2)}
+    assert met == set(itertools.combinations(FEATURES[op], 2))
+
+
+@pytest.mark.usefixtures("_unoptimised")
+@pytest.mark.parametrize("seed", range(SHAPES))
+@pytest.mark.parametrize("op", OPS)
+def test_random_shapes(op, seed):
+    case = random_case(op, seed, features_of(op, seed))
+    check(case)
+    for draw in range(1, DRAWS):
+        check(redrawn(case, draw))
+
+
+def _feature_cases(are_alone: bool) -> list:
+    named = [(op, name, case) for op in OPS for name, case in feature_cases(op) if (len(case.features) < 2) == are_alone]
+    return [pytest.param(case, id=f"{op}-{name}") for op, name, case in named]
+
+
+@pytest.mark.usefixtures("_unoptimised")
+@pytest.mark.parametrize("case", _feature_cases(are_alone=True))
+def test_each_feature_alone(case):
+    check(case)
+
+
+@pytest.mark.usefixtures("_unoptimised")
+@pytest.mark.parametrize("case", [pytest.param(c, id=f"{op}-{name}") for op in OPS for name, c in edge_cases(op).items()])
+def test_edge_cases(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _feature_cases(are_alone=False))
+def test_each_pair_of_features(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize("op", OPS)
+def test_many_random_shapes(op, seed):
+    check(random_case(op, seed))
