@@ -17,7 +17,6 @@ from jax import lax
 from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.sm80.decode import Inputs, attend
-from pallas_kernels.xla.paged import E4M3_MAX
 from pallas_kernels.xla.rope import rotated
 
 
@@ -80,4 +79,5 @@ def _stored(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Arra
     x = x.astype(jnp.float32)
     if scale is not None:
         x = x / lax.broadcast_in_dim(scale, x.shape, (0, 2))
-    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)

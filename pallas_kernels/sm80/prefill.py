@@ -7,13 +7,14 @@ one whose requests start at multiples of the padded length.
 What makes it fast:
 
 - M-fold: the query heads of a group are rows of one tile, which then spans fewer tokens. Short requests fill a tile, and
-  the keys a causal or windowed tile reads for some of its rows only become fewer.
-- The keys of a tile form one interval. Its edges, where some row sees only part of a KV tile, run in one masked loop; the
-  middle runs without a mask, and whatever lies outside is never visited.
-- Running maxima live in base 2 with the scale folded in, so that an exponential costs one multiply-add and one `ex2`.
+  the keys that a causal or windowed tile reads for some of its rows only become fewer.
+- The keys of a tile form one interval. Its edges, where some row sees part of a KV tile, run in one masked loop; the middle
+  runs without a mask, and whatever lies outside is never visited.
+- Running maxima live in base 2 with the scale folded in: an exponential is one multiply-add and one `ex2`.
 - Programs that read the same keys are neighbours in the grid, in sets of KV heads that fit the L2 cache, longest first.
 
-Head sizes that are no power of two are cut into two powers of two (96 = 64 + 32), the rest of the second masked.
+Rows beyond a length are zeroed as they are loaded. A value row that is not finite also reaches the rows of its edge tile
+that do not see its key, as 0 * NaN.
 
 FlashAttention-2 (Dao, 2023) for the order of work; the rest is this library's own.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,103 +32,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dispatch_core.calls import FLOAT8, AttentionCall
+from dispatch_core.calls import ELEMENT_BYTES, FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
 from pallas_kernels.sm80 import instructions
+from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, div_mod, divided, dot, existing, head_chunks, iota, load_rows, place
 
-MIN_DOT = 16  # the smallest edge of a Triton dot
-FLOAT32_INNER = 32  # head elements of one float32 product: 64 spills on compute capability 8.0 and 9.0
-INT32_ELEMENTS = 2**31  # Pallas addresses an array of up to 2**32 bytes with signed 32-bit element offsets
-
-
-class Chunk(NamedTuple):
-    """Part of a head: first element, elements in the block (a power of two), and how many of them exist."""
-
-    start: int
-    width: int
-    used: int
-
-
-def head_chunks(dim: int, widest: int | None = None) -> tuple[Chunk, ...]:
-    """A head size as power-of-two blocks no wider than `widest`, the last of them partly used where need be."""
-    chunks, start = [], 0
-    while start < dim:
-        whole = max(MIN_DOT, pl.next_power_of_2(dim - start))
-        half = whole // 2
-        wastes = half >= MIN_DOT and half + max(MIN_DOT, pl.next_power_of_2(dim - start - half)) < whole
-        width = min(half if wastes else whole, widest or whole)
-        chunks.append(Chunk(start, width, min(width, dim - start)))
-        start += width
-    return tuple(chunks)
-
-
-class Request(NamedTuple):
-    """Where a program works: int32 scalars.
-
-    Attributes:
-      index: of the request.
-      q_row, kv_row: first row of the request in q and in k and v.
-      q_len, kv_len: its live lengths.
-      o_len: rows it owns in o.
-      token: first query token of the tile.
-    """
-
-    index: jax.Array
-    q_row: jax.Array
-    kv_row: jax.Array
-    q_len: jax.Array
-    kv_len: jax.Array
-    o_len: jax.Array
-    token: jax.Array
-
-
-def _iota(n: int) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, (n,), 0)
-
-
-def _divided(a: jax.Array, b: int) -> jax.Array:
-    """A // b for a >= 0."""
-    return lax.div(a, jnp.int32(b))
-
-
-def _ceil_div(a: jax.Array, b: int) -> jax.Array:
-    return _divided(a + (b - 1), b)
-
-
-def _div_mod(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    return _divided(a, b), lax.rem(a, jnp.int32(b))
-
-
-def _place(rows: jax.Array, head: jax.Array, chunk: Chunk) -> tuple[jax.Array, ...]:
-    """Indices (rows, chunk.width) of a chunk of a head (one, or one per row)."""
-    shape = (rows.shape[0], chunk.width)
-    head = lax.broadcast_in_dim(head, shape, (0,)) if head.ndim else head
-    column = chunk.start + _iota(chunk.width)
-    return lax.broadcast_in_dim(rows, shape, (0,)), head, lax.broadcast_in_dim(column, shape, (1,))
-
-
-def _existing(live: jax.Array | None, rows: int, chunk: Chunk) -> jax.Array | None:
-    """Which elements of a block exist: those of live rows (None: all of them) within the head; None: all."""
-    shape = (rows, chunk.width)
-    mask = None if live is None else lax.broadcast_in_dim(live, shape, (0,))
-    if chunk.used == chunk.width:
-        return mask
-    within = lax.broadcast_in_dim(_iota(chunk.width) < chunk.used, shape, (1,))
-    return within if mask is None else mask & within
-
-
-def _load_rows(ref, rows: jax.Array, head: jax.Array, chunk: Chunk, live: jax.Array | None) -> jax.Array:
-    """A chunk of a head (one, or one per row) in the given rows; 0 where a row is not live."""
-    mask = _existing(live, rows.shape[0], chunk)
-    return plt.load(ref.at[_place(rows, head, chunk)], mask=mask, other=None if mask is None else 0)
-
-
-def _dot(a: jax.Array, b: jax.Array, *, b_is_transposed: bool = False) -> jax.Array:
-    """The matrix product in float32 sums; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((1,), (1 if b_is_transposed else 0,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+FLOAT32_INNER = 32  # head elements of one float32 product; 64 spills on compute capability 8.0 and 9.0
 
 
 @dataclass(frozen=True)
@@ -138,9 +49,10 @@ class Plan:
       call: the facts.
       tile: the tile.
       fold: heads of a group in one tile.
-      tiles: query tiles of one KV head: of one request when dense, of all of them when packed.
-      kv_lanes: (request, KV head) pairs when dense, KV heads when packed.
-      lanes_per_pass: how many of them run side by side, all their query tiles before the next ones' first.
+      tiles: query tiles of one lane: of a request and KV head when dense, of a KV head when packed.
+      lanes: (request, KV head) pairs when dense, KV heads when packed.
+      lanes_per_pass: how many lanes run side by side, all their query tiles before the next ones' first.
+      q_rows, kv_rows: rows of a request when dense, of all requests when packed.
       interpret: whether Pallas' interpreter runs it.
     """
 
@@ -148,8 +60,10 @@ class Plan:
     tile: TileConfig
     fold: int
     tiles: int
-    kv_lanes: int
+    lanes: int
     lanes_per_pass: int
+    q_rows: int
+    kv_rows: int
     interpret: bool
 
     @property
@@ -165,7 +79,7 @@ class Plan:
     @property
     def programs(self) -> int:
         """Programs of the grid."""
-        return self.tiles * self.kv_lanes * self.bundles
+        return self.tiles * self.lanes * self.bundles
 
     @property
     def k_chunks(self) -> tuple[Chunk, ...]:
@@ -201,77 +115,138 @@ def heads_per_tile(call: AttentionCall, block_q: int) -> int:
     """How many heads of a group share a tile: the divisor that visits the fewest keys, the largest of equals.
 
     A tile of T = block_q // fold tokens reads, for each bounded side of the mask, (T - 1) / 2 keys more than its tokens see
-    on average, and ceil(max_seqlen_q / T) of them leave part of the last one unused.
+    on average; and the last of the ceil(max_seqlen_q / T) tiles may be partly empty. Causal 4 x 512 with a group of 4 and
+    128 rows: 4 heads of 32 tokens visit 10 % fewer keys than one head of 128.
     """
-    group, sides = call.group_size, 0
-    keys = float(call.max_seqlen_kv)
-    if call.is_causal:
-        sides, keys = 1, max(1.0, keys - (call.max_seqlen_q - 1) / 2)
-    if call.window is not None:
-        sides = 1 if (call.window.left is None or call.window.right is None) and not call.is_causal else 2
-        keys = min(keys, sum(side or 0 for side in (call.window.left, call.window.right)) + 1.0)
+    left = call.window.left if call.window else None
+    right = 0 if call.is_causal else call.window.right if call.window else None
+    seen = float(call.max_seqlen_kv) if right is None else max(1.0, call.max_seqlen_kv - (call.max_seqlen_q - 1) / 2)
+    if left is not None:
+        seen = min(seen, left + 1.0 + (right or 0))
+    bounded_sides = (left is not None) + (right is not None)
 
     def visited(fold: int) -> float:
         tokens = block_q // fold
-        return group // fold * math.ceil(call.max_seqlen_q / tokens) * (keys + sides * (tokens - 1) / 2)
+        return call.group_size // fold * math.ceil(call.max_seqlen_q / tokens) * (seen + bounded_sides * (tokens - 1) / 2)
 
-    return min((f for f in range(1, min(group, block_q) + 1) if group % f == 0), key=lambda f: (visited(f), -f))
+    divisors = [f for f in range(1, min(call.group_size, block_q) + 1) if call.group_size % f == 0]
+    return min(divisors, key=lambda fold: (visited(fold), -fold))
 
 
-def _plan(call: AttentionCall, tile: TileConfig, q_rows: int | None, kv_rows: int, interpret: bool) -> Plan:
-    """The plan of a dense launch, or of a packed one with q_rows in all; kv_rows per lane."""
+def _dense_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool = False) -> Plan:
+    fold = heads_per_tile(call, tile.block_q)
+    lanes = call.batch * call.kv_heads
+    tiles = pl.cdiv(q_rows, tile.block_q // fold)
+    return Plan(call, tile, fold, tiles, lanes, _lanes_per_pass(call, lanes, kv_rows), q_rows, kv_rows, interpret)
+
+
+def _packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool = False) -> Plan:
     fold = heads_per_tile(call, tile.block_q)
     tokens = tile.block_q // fold
-    if q_rows is None:
-        tiles, lanes = math.ceil(call.max_seqlen_q / tokens), call.batch * call.kv_heads
-    else:
-        # Every request, and the rows before the first and after the last one, may end in a partial tile.
-        tiles, lanes = (q_rows + (call.batch + 2) * (tokens - 1)) // tokens, call.kv_heads
-    lane_bytes = kv_rows * (call.head_dim + call.v_dim) * max(2, jnp.dtype(call.dtype).itemsize)
-    fitting = [n for n in range(1, lanes + 1) if lanes % n == 0 and n * lane_bytes <= call.device.l2_bytes // 2]
-    return Plan(call, tile, fold, tiles, lanes, max(fitting, default=1), interpret)
+    # Every request, and the rows before the first and after the last one, may end in a partly empty tile.
+    tiles = (q_rows + (call.batch + 2) * (tokens - 1)) // tokens
+    sharing = _lanes_per_pass(call, call.kv_heads, kv_rows)
+    return Plan(call, tile, fold, tiles, call.kv_heads, sharing, q_rows, kv_rows, interpret)
 
 
-def packed_tiles(cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, q_rows: int, plan: Plan) -> jax.Array:
-    """The request of each query tile of a packed batch, int32 (len(Request._fields) - 1, tiles); o_len is q_len.
+def _lanes_per_pass(call: AttentionCall, lanes: int, kv_rows: int) -> int:
+    """The most lanes, a divisor of all, whose keys and values fit half of the L2 cache."""
+    lane_bytes = kv_rows * (call.head_dim + call.v_dim) * max(2, ELEMENT_BYTES[call.dtype])
+    return max((n for n in range(1, lanes + 1) if lanes % n == 0 and n * lane_bytes <= call.device.l2_bytes // 2), default=1)
+
+
+class LaunchPlan(NamedTuple):
+    """What a call launches.
+
+    Attributes:
+      grid: programs.
+      tile: the tile.
+      fold: heads of a group in one tile.
+      bytes_read: bytes the programs ask for of each operand when every request is as long as it can be. Each query tile
+        asks for the keys it visits, so that K and V count once per ceil(G * max_seqlen_q / block_q) tiles; what exceeds
+        their own size comes from the L2 cache.
+    """
+
+    grid: int
+    tile: TileConfig
+    fold: int
+    bytes_read: dict[str, int]
+
+
+def launch_plan(call: AttentionCall, tile: TileConfig) -> LaunchPlan:
+    """The launch of a dense call, or of a packed one without padding."""
+    plan = _dense_plan(call, tile, call.max_seqlen_q, call.max_seqlen_kv)
+    keys = 0
+    for token in range(0, call.max_seqlen_q, plan.tokens):
+        first = token + call.max_seqlen_kv - call.max_seqlen_q
+        last = min(first + plan.tokens, call.max_seqlen_kv) - 1
+        begin = 0 if plan.left is None else max(0, first - plan.left)
+        end = call.max_seqlen_kv if plan.right is None else min(call.max_seqlen_kv, last + plan.right + 1)
+        keys += max(0, end - begin)
+    width = max(2, ELEMENT_BYTES[call.dtype])
+    q = call.batch * call.max_seqlen_q * call.q_heads * call.head_dim * width
+    kv = plan.lanes * plan.bundles * keys * width
+    return LaunchPlan(plan.programs, tile, plan.fold, {"q": q, "k": kv * call.head_dim, "v": kv * call.v_dim})
+
+
+class Request(NamedTuple):
+    """Where a program works: int32 scalars.
+
+    Attributes:
+      index: of the request.
+      q_row, kv_row: first row of the request in q and in k and v.
+      q_len, kv_len: its live lengths.
+      token: first query token of the tile.
+      o_len: rows it owns in o.
+    """
+
+    index: jax.Array
+    q_row: jax.Array
+    kv_row: jax.Array
+    q_len: jax.Array
+    kv_len: jax.Array
+    token: jax.Array
+    o_len: jax.Array
+
+
+def _packed_tiles(cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, plan: Plan) -> jax.Array:
+    """The request of every query tile of a packed batch: index, q_row, kv_row, q_len, kv_len, token; int32 (6, tiles).
 
     The rows before the first request and after the last one are requests without keys, so that every row is written.
     """
-    zero, end = jnp.zeros((1,), jnp.int32), jnp.full((1,), q_rows, jnp.int32)
-    q_start = jnp.concatenate([zero, cu_seqlens_q.astype(jnp.int32)])
-    q_len = jnp.concatenate([cu_seqlens_q.astype(jnp.int32), end]) - q_start
-    kv_start = jnp.concatenate([zero, cu_seqlens_kv.astype(jnp.int32)])
-    kv_len = jnp.concatenate([zero, kv_start[2:] - kv_start[1:-1], zero])
-    tiles = (q_len + (plan.tokens - 1)) // plan.tokens
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    place = jnp.arange(plan.tiles, dtype=jnp.int32)
-    owner = jnp.sum(ends[None, :] <= place[:, None], axis=1, dtype=jnp.int32)
-    is_idle = owner == tiles.shape[0]
-    owner = jnp.minimum(owner, tiles.shape[0] - 1)
+    edge = jnp.zeros((1,), jnp.int32)
+    q_start = jnp.concatenate([edge, cu_seqlens_q.astype(jnp.int32)])
+    q_len = jnp.concatenate([q_start[1:], edge + plan.q_rows]) - q_start
+    kv_start = jnp.concatenate([edge, cu_seqlens_kv.astype(jnp.int32)])
+    kv_len = jnp.concatenate([edge, kv_start[2:] - kv_start[1:-1], edge])
+    ends = jnp.cumsum((q_len + (plan.tokens - 1)) // plan.tokens, dtype=jnp.int32)
+    tile = jnp.arange(plan.tiles, dtype=jnp.int32)
+    owner = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    is_idle = owner == len(q_start)
+    owner = jnp.minimum(owner, len(q_start) - 1)
+    token = (ends[owner] - 1 - tile) * plan.tokens  # a request's last tile, which sees the most keys, comes first
     index = jnp.clip(owner - 1, 0, plan.call.batch - 1)
-    token = (ends[owner] - 1 - place) * plan.tokens  # a request's last tile, which sees the most keys, comes first
-    live_q, live_kv = jnp.where(is_idle, 0, q_len[owner]), jnp.where(is_idle, 0, kv_len[owner])
-    return jnp.stack([index, q_start[owner], kv_start[owner], live_q, live_kv, jnp.where(is_idle, 0, token)])
+    live = (jnp.where(is_idle, 0, x) for x in (q_len[owner], kv_len[owner], token))
+    return jnp.stack([index, q_start[owner], kv_start[owner], *live])
 
 
-def _request(refs, plan: Plan, tile: jax.Array, batch: jax.Array) -> Request:
+def _request(refs: dict[str, Any], plan: Plan, tile: jax.Array, batch: jax.Array) -> Request:
+    """The request of a query tile; `batch` is read when dense."""
     if "tiles" in refs:
         index, q_row, kv_row, q_len, kv_len, token = (plt.load(refs["tiles"].at[i, tile]) for i in range(6))
-        return Request(index, q_row, kv_row, q_len, kv_len, q_len, token)
-    q_rows, kv_rows = jnp.int32(plan.call.max_seqlen_q), jnp.int32(plan.call.max_seqlen_kv)
-    q_len, kv_len = (
-        plt.load(refs[name].at[batch]) if name in refs else rows
-        for name, rows in (("q_lengths", q_rows), ("kv_lengths", kv_rows))
-    )
+        return Request(index, q_row, kv_row, q_len, kv_len, token, q_len)
+    q_rows, kv_rows = jnp.int32(plan.q_rows), jnp.int32(plan.kv_rows)
+    q_len = plt.load(refs["q_lengths"].at[batch]) if "q_lengths" in refs else q_rows
+    kv_len = plt.load(refs["kv_lengths"].at[batch]) if "kv_lengths" in refs else kv_rows
     token = (plan.tiles - 1 - tile) * plan.tokens
-    return Request(batch, batch * q_rows, batch * kv_rows, q_len, kv_len, q_rows, token)
+    return Request(batch, batch * q_rows, batch * kv_rows, q_len, kv_len, token, q_rows)
 
 
 class KeyRange(NamedTuple):
     """The keys a program visits, int32: `count` KV tiles from key `begin` on, of which [full_from, full_to) need no mask.
 
-    Row r sees the keys of [row_begin[r], row_end[r]); row_begin is None where no left bound is, row_end one scalar where no
-    right bound is.
+    Row r sees the keys of [row_begin[r], row_end[r]); row_begin is None without a left bound, row_end one scalar without a
+    right one.
     """
 
     begin: jax.Array
@@ -294,52 +269,56 @@ def _key_range(request: Request, plan: Plan, token: jax.Array) -> KeyRange:
     first = request.token + shift
     last = jnp.minimum(first + plan.tokens, request.kv_len) - 1
 
-    def bounded(position: jax.Array) -> jax.Array:
+    def end_of(position: jax.Array) -> jax.Array:
         return request.kv_len if right is None else jnp.minimum(request.kv_len, position + (right + 1))
 
+    def tiles_in(keys: jax.Array) -> jax.Array:
+        return divided(jnp.maximum(keys, 0), block_kv)
+
     begin = jnp.int32(0) if left is None else jnp.maximum(first - left, 0)
-    end = jnp.where(request.token < request.q_len, bounded(last), 0)
-    count = _ceil_div(jnp.maximum(end - begin, 0), block_kv)
-    full_from = jnp.int32(0)
-    if left is not None:
-        full_from = jnp.minimum(_ceil_div(jnp.maximum(last - left - begin, 0), block_kv), count)
-    full_to = jnp.clip(_divided(jnp.maximum(bounded(first) - begin, 0), block_kv), full_from, count)
+    end = jnp.where(request.token < request.q_len, end_of(last), 0)
+    count = tiles_in(end - begin + (block_kv - 1))
+    full_from = jnp.int32(0) if left is None else jnp.minimum(tiles_in(last - left - begin + (block_kv - 1)), count)
+    full_to = jnp.clip(tiles_in(end_of(first) - begin), full_from, count)
     row_begin = None if left is None else token + (shift - left)
-    return KeyRange(begin, count, full_from, full_to, row_begin, bounded(token + shift))
+    return KeyRange(begin, count, full_from, full_to, row_begin, end_of(token + shift))
 
 
-def _scaled_queries(refs, call: AttentionCall, q: list[jax.Array], request: Request, kv_head: jax.Array):
+def _scaled_queries(
+    refs: dict[str, Any], call: AttentionCall, q: list[jax.Array], request: Request, kv_head: jax.Array
+) -> tuple[list[jax.Array], jax.Array | float]:
     """The query blocks and the positive factor on their dots that together scale the scores.
 
-    The factor multiplies maxima too, so that its sign (or its being 0) has to sit in q.
+    The factor multiplies maxima and masked scores too, so that its sign, or its being 0, has to sit in q.
     """
     factor = call.softmax_scale
-    if "q_scale" not in refs and "k_scale" not in refs:
+    given = [plt.load(refs[name].at[request.index, kv_head]) for name in ("q_scale", "k_scale") if name in refs]
+    if not given:
         sign = (factor > 0) - (factor < 0)
         return q if sign == 1 else [part * sign for part in q], abs(factor) or 1.0
-    for name in ("q_scale", "k_scale"):
-        if name in refs:
-            factor = factor * plt.load(refs[name].at[request.index, kv_head])
+    factor = functools.reduce(jnp.multiply, given, factor)
     sign = jnp.sign(factor)
     return [part * sign.astype(part.dtype) for part in q], jnp.where(sign == 0, 1.0, jnp.abs(factor))
 
 
-def _attended(refs, plan: Plan, request: Request, keys: KeyRange, kv_head: jax.Array, q: list[jax.Array]):
+def _attended(
+    refs: dict[str, Any], plan: Plan, request: Request, keys: KeyRange, kv_head: jax.Array, q: list[jax.Array]
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Running maxima in base 2, sums of weights, and weighted sums of v (a block per chunk) over a program's keys."""
     call, block_q, block_kv = plan.call, plan.tile.block_q, plan.tile.block_kv
     q, factor = _scaled_queries(refs, call, q, request, kv_head)
 
     def scores_of(rows: jax.Array, exists: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
         """Scores of a KV tile, and the factor that makes them base 2."""
-        k = [_load_rows(refs["k"], rows, kv_head, chunk, exists) for chunk in plan.k_chunks]
-        dots = functools.reduce(jnp.add, (_dot(a, b, b_is_transposed=True) for a, b in zip(q, k, strict=True)))
+        k = [load_rows(refs["k"], rows, kv_head, chunk, exists) for chunk in plan.k_chunks]
+        dots = functools.reduce(jnp.add, (dot(a, b, b_is_transposed=True) for a, b in zip(q, k, strict=True)))
         if call.softcap is None:
             return dots, factor * softmax.LOG2_E
         return instructions.softcapped(dots, factor, call.softcap, interpret=plan.interpret), 1.0
 
-    def visit(index: jax.Array, carry, is_edge: bool):
+    def visit(index: jax.Array, carry: Any, is_edge: bool) -> Any:
         top, total, sums = carry
-        key = keys.begin + index * block_kv + _iota(block_kv)
+        key = keys.begin + index * block_kv + iota(block_kv)
         rows, exists = request.kv_row + key, key < request.kv_len if is_edge else None
         scores, scale = scores_of(rows, exists)
         if is_edge:
@@ -349,13 +328,13 @@ def _attended(refs, plan: Plan, request: Request, keys: KeyRange, kv_head: jax.A
         p = instructions.exp2_scaled(scores, scale, base[:, None], interpret=plan.interpret)
         kept = instructions.exp2_scaled(top, 1.0, base, interpret=plan.interpret)
         total = total * kept + jnp.sum(p, axis=1)
-        v = [_load_rows(refs["v"], rows, kv_head, chunk, exists) for chunk in plan.v_chunks]
-        sums = tuple(part * kept[:, None] + _dot(p.astype(b.dtype), b) for part, b in zip(sums, v, strict=True))
+        v = [load_rows(refs["v"], rows, kv_head, chunk, exists) for chunk in plan.v_chunks]
+        sums = tuple(part * kept[:, None] + dot(p.astype(b.dtype), b) for part, b in zip(sums, v, strict=True))
         return new_top, total, sums
 
     full = keys.full_to - keys.full_from
 
-    def visit_edge(index: jax.Array, carry):
+    def visit_edge(index: jax.Array, carry: Any) -> Any:
         return visit(jnp.where(index < keys.full_from, index, index + full), carry, is_edge=True)
 
     carry = (
@@ -367,56 +346,55 @@ def _attended(refs, plan: Plan, request: Request, keys: KeyRange, kv_head: jax.A
     return lax.fori_loop(jnp.int32(0), keys.count - full, visit_edge, carry)
 
 
-def _kernel(refs, out, *, plan: Plan) -> None:
+def _kernel(refs: dict[str, Any], out: dict[str, Any], *, plan: Plan) -> None:
     call, block_q = plan.call, plan.tile.block_q
-    pass_index, rest = _div_mod(pl.program_id(0), plan.tiles * plan.lanes_per_pass * plan.bundles)
-    tile, rest = _div_mod(rest, plan.lanes_per_pass * plan.bundles)
-    lane, bundle = _div_mod(rest, plan.bundles)
-    batch, kv_head = _div_mod(pass_index * plan.lanes_per_pass + lane, call.kv_heads)
+    turn, rest = div_mod(pl.program_id(0), plan.tiles * plan.lanes_per_pass * plan.bundles)
+    tile, rest = div_mod(rest, plan.lanes_per_pass * plan.bundles)
+    lane, bundle = div_mod(rest, plan.bundles)
+    batch, kv_head = div_mod(turn * plan.lanes_per_pass + lane, call.kv_heads)
     request = _request(refs, plan, tile, batch)
 
-    row = _iota(block_q)
-    row_token, member = _div_mod(row, plan.fold)
+    row = iota(block_q)
+    row_token, member = div_mod(row, plan.fold)
     token = request.token + row_token
     q_head = kv_head * call.group_size + bundle * plan.fold
     q_head = q_head if plan.fold == 1 else q_head + member
-    mine = row < plan.tokens * plan.fold
-    live = mine & (token < request.q_len)
+    is_used = row < plan.tokens * plan.fold
+    live = is_used & (token < request.q_len)
 
     q_rows = request.q_row + token
-    q = [_load_rows(refs["q"], q_rows, q_head, chunk, live) for chunk in plan.k_chunks]
+    q = [load_rows(refs["q"], q_rows, q_head, chunk, live) for chunk in plan.k_chunks]
     top, total, sums = _attended(refs, plan, request, _key_range(request, plan, token), kv_head, q)
     top, total = jnp.where(live, top, -jnp.inf), jnp.where(live, total, 0.0)
 
-    sink = None
-    if "sinks" in refs:
-        sink = plt.load(refs["sinks"].at[jnp.minimum(q_head, call.q_heads - 1)])
-    weight, lse = softmax.finished_rows(top, total, sink)
+    weight, lse = softmax.finished_rows(top, total, plt.load(refs["sinks"].at[q_head]) if "sinks" in refs else None)
     if "v_scale" in refs:
         weight = weight * plt.load(refs["v_scale"].at[request.index, kv_head])
-    owned = mine & (token < request.o_len)
+    owned = is_used & (token < request.o_len)
     for part, chunk in zip(sums, plan.v_chunks, strict=True):
         o = jnp.where((total == 0)[:, None], 0.0, part * weight[:, None]).astype(out["o"].dtype)
-        plt.store(out["o"].at[_place(q_rows, q_head, chunk)], o, mask=_existing(owned, block_q, chunk))
+        plt.store(out["o"].at[place(q_rows, q_head, chunk)], o, mask=existing(owned, block_q, chunk))
     if "lse" in out:
         plt.store(out["lse"].at[q_rows, q_head], lse, mask=owned)
 
 
-def _launch(plan: Plan, o_shape: tuple[int, ...], arrays: dict[str, jax.Array | None]):
-    """Runs the plan on rows (T, heads, dim); o_shape is o's."""
+def _launch(
+    plan: Plan, o_shape: tuple[int, ...], arrays: dict[str, jax.Array | None]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs the plan; o_shape is o's."""
     call, tile = plan.call, plan.tile
     given = {name: array for name, array in arrays.items() if array is not None}
     for name in ("q", "k", "v"):
         if given[name].dtype == jnp.float8_e4m3fn:
-            # Exact, one pass over memory, and the kernel's copies stay asynchronous.
+            # Exact; one pass over memory that every target can do, after which the kernel's copies are asynchronous.
             given[name] = given[name].astype(jnp.float16)
         given[name] = given[name].reshape(-1, *given[name].shape[-2:])
-    q_rows, q_heads, _ = given["q"].shape
-    # An FP8 result is rounded outside the kernel: compute capability 8.0 and 8.6 cannot.
+    rows = given["q"].shape[:2]
+    # An FP8 result is rounded outside the kernel: compute capabilities 8.0 and 8.6 cannot.
     o_dtype = jnp.float32 if call.o_dtype == FLOAT8 else jnp.dtype(call.o_dtype)
-    out_shape = {"o": jax.ShapeDtypeStruct((q_rows, q_heads, call.v_dim), o_dtype)}
+    out_shape = {"o": jax.ShapeDtypeStruct((*rows, call.v_dim), o_dtype)}
     if call.return_lse:
-        out_shape["lse"] = jax.ShapeDtypeStruct((q_rows, q_heads), jnp.float32)
+        out_shape["lse"] = jax.ShapeDtypeStruct(rows, jnp.float32)
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         out_shape=out_shape,
@@ -447,12 +425,12 @@ def dense_prefill(
     """Attention of q (B, Sq, Hq, D) over k (B, Skv, Hkv, D) and v (B, Skv, Hkv, Dv); lengths int32 (B,) or None.
 
     Returns:
-      o (B, Sq, Hq, Dv), and lse (B, Sq, Hq) float32 or None.
+      o (B, Sq, Hq, Dv), and lse (B, Sq, Hq) float32 or None; rows past a length are 0 and -inf (or the sink).
     """
-    plan = _plan(call, tile, None, k.shape[1], interpret)
     arrays = {"q": q, "k": k, "v": v, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
-    return _launch(plan, (*q.shape[:-1], v.shape[-1]), arrays | scales)
+    arrays |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+    plan = _dense_plan(call, tile, q.shape[1], k.shape[1], interpret)
+    return _launch(plan, (*q.shape[:-1], v.shape[-1]), arrays)
 
 
 def packed_prefill(
@@ -473,9 +451,9 @@ def packed_prefill(
     """Attention of packed requests: q (Tq, Hq, D), k (Tkv, Hkv, D), v (Tkv, Hkv, Dv), cu_seqlens int32 (B + 1,).
 
     Returns:
-      o (Tq, Hq, Dv), and lse (Tq, Hq) float32 or None; rows of no request are 0 and -inf.
+      o (Tq, Hq, Dv), and lse (Tq, Hq) float32 or None; rows of no request are 0 and -inf (or the sink).
     """
-    plan = _plan(call, tile, q.shape[0], k.shape[0], interpret)
-    arrays = {"q": q, "k": k, "v": v, "tiles": packed_tiles(cu_seqlens_q, cu_seqlens_kv, q.shape[0], plan)}
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
-    return _launch(plan, (*q.shape[:-1], v.shape[-1]), arrays | scales)
+    plan = _packed_plan(call, tile, q.shape[0], k.shape[0], interpret)
+    arrays = {"q": q, "k": k, "v": v, "tiles": _packed_tiles(cu_seqlens_q, cu_seqlens_kv, plan)}
+    arrays |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+    return _launch(plan, (*q.shape[:-1], v.shape[-1]), arrays)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dispatch_core.calls import AttentionCall
 from pallas_kernels.common.softmax import finite_base
 from pallas_kernels.xla.layout import finite
 from pallas_kernels.xla.spans import Span
@@ -30,11 +31,14 @@ class Tile(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Keys in tiles of one size, and the span of them that each row (N, M) sees; `read(j)` is the j-th tile."""
+    """Keys in tiles of one size, and the span of them that each row (N, M) sees.
+
+    `read(j)` is the j-th tile of all N problems, `read(j, problem=n)` that of problem n alone.
+    """
 
     seen: Span
     tile_size: int
-    read: Callable[[jax.Array], Tile]
+    read: Callable[..., Tile]
 
 
 class State(NamedTuple):
@@ -53,8 +57,8 @@ def dot(subscripts: str, *operands: jax.Array) -> jax.Array:
 def tile_range(seen: Span, tile_size: int) -> tuple[jax.Array, jax.Array]:
     """The first tile that any row sees, and the one past the last."""
     is_live = seen.start < seen.stop
-    last = jnp.iinfo(jnp.int32).max
-    first = jnp.min(jnp.where(is_live, seen.start, last)) // tile_size
+    never = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(is_live, seen.start, never)) // tile_size
     stop = (jnp.max(jnp.where(is_live, seen.stop, 0)) + (tile_size - 1)) // tile_size
     return first, stop
 
@@ -87,20 +91,19 @@ def weighted_values(p: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array
     return lax.cond(jnp.all(jnp.isfinite(v)), lambda: o, with_non_finite)
 
 
-def attend(q: jax.Array, runs: list[Run], sink: jax.Array | None, softcap: float | None, v_dim: int) -> tuple[jax.Array, jax.Array]:
+def attend(call: AttentionCall, q: jax.Array, runs: list[Run], sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Attention of rows over all keys of all runs.
 
     Args:
+      call: the facts: softcap and head size of the values.
       q: scaled queries (N, M, D), float32.
       runs: the keys.
       sink: logits (N, M) that join the denominator, or None.
-      softcap: c in c * tanh(s / c), or None.
-      v_dim: head size of the values.
 
     Returns:
       o (N, M, Dv) and lse (N, M), float32; 0 and -inf (or the sink) for a row that sees no key.
     """
-    acc = jnp.zeros_like(q, shape=(*q.shape[:2], v_dim))
+    acc = jnp.zeros_like(q, shape=(*q.shape[:2], call.v_dim))
     nothing = acc[..., 0]
     state = State(nothing - jnp.inf, nothing, acc) if sink is None else State(nothing + sink, nothing + 1, acc)
     for run in runs:
@@ -108,7 +111,7 @@ def attend(q: jax.Array, runs: list[Run], sink: jax.Array | None, softcap: float
         def step(j: jax.Array, state: State, run: Run = run) -> State:
             k, v, number = run.read(j)
             visible = visibility(run.seen, number)
-            s = jnp.where(visible, scores(q, k, softcap), -jnp.inf)
+            s = jnp.where(visible, scores(q, k, call.softcap), -jnp.inf)
             top = jnp.maximum(state.top, s.max(-1))
             base = finite_base(top)
             p, decay = jnp.exp(s - base[..., None]), jnp.exp(state.top - base)

@@ -1,50 +1,107 @@
 """Attention of many rows, and its derivative: one problem and one block of its rows at a time, so that scores stay small."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dispatch_core.calls import AttentionCall
+from dispatch_core.tiling import TileConfig
 from pallas_kernels.xla.attention import Run, Tile, attend, dot, scores, tile_range, visibility
 from pallas_kernels.xla.layout import even_blocks, finite, padded_to
 from pallas_kernels.xla.spans import Span
 
 
-class Keys(NamedTuple):
-    """Keys of N problems: the span of them that each row (N, M) sees; `read(n, j)` is problem n's j-th tile, with N = 1."""
+class Problems(NamedTuple):
+    """Float32 operands: scaled q (N, M, D), k (N, S, D), v (N, S, Dv), and a sink for each row (N, M) or None."""
 
-    seen: Span
-    tile_size: int
-    read: Callable[[jax.Array, jax.Array], Tile]
-
-
-def array_keys(seen: Span, k: jax.Array, v: jax.Array, largest_tile: int) -> Keys:
-    """Keys held in arrays (N, S, D) and (N, S, Dv)."""
-    k, v, tile_size = _in_tiles(k, v, largest_tile)
-    return Keys(seen, tile_size, lambda n, j: _tile(k, v, n, j, tile_size))
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    sink: jax.Array | None
 
 
-def _in_tiles(k: jax.Array, v: jax.Array, largest: int) -> tuple[jax.Array, jax.Array, int]:
-    """K and V padded to whole tiles, and the size of one."""
-    count, size = even_blocks(k.shape[1], largest)
-    return padded_to(k, count * size), padded_to(v, count * size), size
+class Result(NamedTuple):
+    """What rows gave, and its cotangents: o and do (N, M, Dv), lse and dlse (N, M), float32."""
+
+    o: jax.Array
+    lse: jax.Array
+    do: jax.Array
+    dlse: jax.Array
 
 
-def _tile(k: jax.Array, v: jax.Array, n: jax.Array, j: jax.Array, size: int) -> Tile:
-    first = j * size
-    number = first + jnp.arange(size, dtype=jnp.int32)
-    return Tile(_rows_of(k, n, first, size), _rows_of(v, n, first, size), number[None])
+def array_run(seen: Span, k: jax.Array, v: jax.Array, largest_tile: int) -> Run:
+    """A run of keys held in arrays (N, S, D) and (N, S, Dv)."""
+    k, v, size = _in_tiles(k, v, largest_tile)
+    return Run(seen, size, lambda j, problem: _tile(k, v, problem, j, size))
 
 
-def _rows_of(x: jax.Array, n: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Rows [first, first + size) of problem n, as (1, size, D)."""
-    return lax.dynamic_slice(x, (n, first, jnp.zeros_like(n)), (1, size, x.shape[2]))
+def attend_in_blocks(
+    call: AttentionCall, tile: TileConfig, q: jax.Array, runs: list[Run], sink: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` for any number of rows; o in the call's output type."""
+    problem, blocks = _in_blocks((q, sink, [run.seen for run in runs]), tile.block_q)
+
+    def attend_block(block: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+        n, (q, sink, spans) = block
+        seen_here = [Run(seen, run.tile_size, partial(run.read, problem=n)) for run, seen in zip(runs, spans)]
+        o, lse = attend(call, q, seen_here, sink)
+        return o.astype(call.o_dtype), lse
+
+    o, lse = lax.map(attend_block, (problem, blocks))
+    return _rejoined(o, *q.shape[:2]), _rejoined(lse, *q.shape[:2])
+
+
+def attend_vjp(call: AttentionCall, tile: TileConfig, of: Problems, seen: Span, result: Result) -> Problems:
+    """Cotangents of the operands of attention over one run of keys held in arrays.
+
+    With p = e^(s - lse) and the slack of a row t = do . o - dlse,
+
+        dv = p^T do    ds = p (do v^T - t)    dq = ds k    dk = ds^T q    dsink = -e^(sink - lse) t
+
+    (Dao et al. 2022; dlse enters because d lse / d s = p). A softcap c multiplies ds by its slope 1 - (s / c)^2. The products
+    run over finite operands, for 0 times NaN is NaN: what is not finite in k or v is in the scores or in o of the rows that
+    see it already, and a row with such a q or do gets an lse of NaN, so that it spoils the keys that it sees and no other.
+    """
+    k, v, size = _in_tiles(of.k, of.v, tile.block_kv)
+    slack = jnp.where(seen.start < seen.stop, jnp.sum(result.do * result.o, axis=-1), 0) - result.dlse
+    is_sound = jnp.isfinite(of.q).all(-1) & jnp.isfinite(result.do).all(-1)
+    lse = jnp.where(is_sound, result.lse, jnp.nan)
+    problem, blocks = _in_blocks((finite(of.q), finite(result.do), lse, slack, seen), tile.block_q)
+
+    def block_vjp(dkv: tuple[jax.Array, ...], block: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        n, (q, do, lse, slack, seen) = block
+
+        def step(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dq, dk, dv = state
+            tile = _tile(k, v, n, j, size)
+            visible = visibility(seen, tile.number)
+            s = scores(q, tile.k, call.softcap)
+            p = jnp.where(visible, jnp.exp(s - lse[..., None]), 0)
+            ds = p * (dot("nmd,nkd->nmk", do, tile.v) - slack[..., None])
+            if call.softcap is not None:
+                ds = ds * (1 - (s / call.softcap) ** 2)
+            ds = jnp.where(visible, ds, 0)
+            dk = _accumulated(dk, n, j, dot("nmk,nmd->nkd", ds, q))
+            dv = _accumulated(dv, n, j, dot("nmk,nmd->nkd", p, do))
+            return dq + dot("nmk,nkd->nmd", ds, finite(tile.k)), dk, dv
+
+        dq, dk, dv = lax.fori_loop(*tile_range(seen, size), step, (jnp.zeros_like(q), *dkv))
+        return (dk, dv), dq
+
+    (dk, dv), dq = lax.scan(block_vjp, (jnp.zeros_like(k), jnp.zeros_like(v)), (problem, blocks))
+    dsink = None if of.sink is None else -slack * jnp.where(of.sink == -jnp.inf, 0, jnp.exp(of.sink - result.lse))
+    keys = of.k.shape[1]
+    return Problems(_rejoined(dq, *of.q.shape[:2]), dk[:, :keys], dv[:, :keys], dsink)
 
 
 def _in_blocks(x: Any, largest: int) -> tuple[jax.Array, Any]:
-    """Arrays (N, M, ...) cut into blocks (N * count, 1, size, ...), and the problem that each block belongs to."""
+    """Arrays (N, M, ...) cut into blocks (N * count, 1, size, ...), and the problem that each block belongs to.
+
+    A row that is padding sees no key, since its span is zeros.
+    """
     problems, rows = jax.tree.leaves(x)[0].shape[:2]
     count, size = even_blocks(rows, largest)
     cut = jax.tree.map(lambda a: padded_to(a, count * size).reshape(problems * count, 1, size, *a.shape[2:]), x)
@@ -56,85 +113,23 @@ def _rejoined(blocks: jax.Array, problems: int, rows: int) -> jax.Array:
     return blocks.reshape(problems, -1, *blocks.shape[3:])[:, :rows]
 
 
-def attend_in_blocks(
-    q: jax.Array, keys: list[Keys], sink: jax.Array | None, softcap: float | None, v_dim: int, block_rows: int, o_dtype: str
-) -> tuple[jax.Array, jax.Array]:
-    """`attend` over problems (N, M, D) of any number of rows; o in o_dtype.
-
-    A padded row sees no key: its span is empty.
-    """
-    n, blocks = _in_blocks((q, sink, [run.seen for run in keys]), block_rows)
-
-    def attend_block(block: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
-        n, (q, sink, spans) = block
-
-        def run(of: Keys, seen: Span) -> Run:
-            return Run(seen, of.tile_size, lambda j: of.read(n, j))
-
-        o, lse = attend(q, [run(of, seen) for of, seen in zip(keys, spans, strict=True)], sink, softcap, v_dim)
-        return o.astype(o_dtype), lse
-
-    o, lse = lax.map(attend_block, (n, blocks))
-    return _rejoined(o, *q.shape[:2]), _rejoined(lse, *q.shape[:2])
+def _in_tiles(k: jax.Array, v: jax.Array, largest: int) -> tuple[jax.Array, jax.Array, int]:
+    """K and V padded to whole tiles, and the size of one."""
+    count, size = even_blocks(k.shape[1], largest)
+    return padded_to(k, count * size), padded_to(v, count * size), size
 
 
-class Result(NamedTuple):
-    """What rows (N, M) gave, and its cotangents: o and do (N, M, Dv), lse and dlse (N, M), float32."""
-
-    o: jax.Array
-    lse: jax.Array
-    do: jax.Array
-    dlse: jax.Array
+def _tile(k: jax.Array, v: jax.Array, n: jax.Array, j: jax.Array, size: int) -> Tile:
+    number = j * size + jnp.arange(size, dtype=jnp.int32)
+    return Tile(_rows_of(k, n, j, size), _rows_of(v, n, j, size), number[None])
 
 
-def attend_vjp(
-    q: jax.Array, k: jax.Array, v: jax.Array, sink: jax.Array | None, seen: Span, result: Result,
-    softcap: float | None, block_rows: int, largest_tile: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """Cotangents of q, k, v and sink of `attend` over arrays of keys.
-
-    With p = e^(s - lse), the weights of a row sum to 1 - e^(sink - lse), and
-
-        dv = p^T do    ds = p (do v^T - (do . o - dlse))    dq = ds k    dk = ds^T q    dsink = -e^(sink - lse) (do . o - dlse)
-
-    (Dao et al. 2022; the term in dlse follows from d lse / d s = p). A softcap multiplies ds by its slope 1 - (s / c)^2.
-    The products run over finite operands, for 0 times NaN is NaN: what is not finite in k or v is in the scores or in o of
-    the rows that see it already, and a row with such a q or do is given an lse of NaN, so that it spoils the keys that it
-    sees and no other.
-    """
-    is_live = seen.start < seen.stop
-    slack = jnp.where(is_live, jnp.sum(result.do * result.o, axis=-1), 0) - result.dlse
-    is_sound = jnp.isfinite(q).all(-1) & jnp.isfinite(result.do).all(-1)
-    lse = jnp.where(is_sound, result.lse, jnp.nan)
-    n, blocks = _in_blocks((finite(q), finite(result.do), lse, slack, seen), block_rows)
-
-    padded_k, padded_v, tile_size = _in_tiles(k, v, largest_tile)
-
-    def block_vjp(dkv: tuple[jax.Array, jax.Array], block: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        n, (q, do, lse, slack, seen) = block
-
-        def step(j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            dq, dk, dv = state
-            tile = _tile(padded_k, padded_v, n, j, tile_size)
-            visible = visibility(seen, tile.number)
-            s = scores(q, tile.k, softcap)
-            p = jnp.where(visible, jnp.exp(s - lse[..., None]), 0)
-            ds = p * (dot("nmd,nkd->nmk", do, tile.v) - slack[..., None])
-            if softcap is not None:
-                ds = ds * (1 - (s / softcap) ** 2)
-            ds = jnp.where(visible, ds, 0)
-            dk = _accumulated(dk, n, j * tile_size, dot("nmk,nmd->nkd", ds, q))
-            dv = _accumulated(dv, n, j * tile_size, dot("nmk,nmd->nkd", p, do))
-            return dq + dot("nmk,nkd->nmd", ds, finite(tile.k)), dk, dv
-
-        dq, *dkv = lax.fori_loop(*tile_range(seen, tile_size), step, (jnp.zeros_like(q), *dkv))
-        return tuple(dkv), dq
-
-    (dk, dv), dq = lax.scan(block_vjp, (jnp.zeros_like(padded_k), jnp.zeros_like(padded_v)), (n, blocks))
-    dsink = None if sink is None else -slack * jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - result.lse))
-    return _rejoined(dq, *q.shape[:2]), dk[:, : k.shape[1]], dv[:, : k.shape[1]], dsink
+def _rows_of(x: jax.Array, n: jax.Array, j: jax.Array, size: int) -> jax.Array:
+    """The j-th `size` rows of problem n, as (1, size, D)."""
+    return lax.dynamic_slice(x, (n, j * size, jnp.zeros_like(n)), (1, size, x.shape[2]))
 
 
-def _accumulated(x: jax.Array, n: jax.Array, first: jax.Array, update: jax.Array) -> jax.Array:
-    """X (N, S, D) with an update (1, size, D) added to problem n's rows from `first` on."""
-    return lax.dynamic_update_slice(x, _rows_of(x, n, first, update.shape[1]) + update, (n, first, jnp.zeros_like(n)))
+def _accumulated(x: jax.Array, n: jax.Array, j: jax.Array, update: jax.Array) -> jax.Array:
+    """X with an update (1, size, D) added to the j-th rows of problem n."""
+    size = update.shape[1]
+    return lax.dynamic_update_slice(x, _rows_of(x, n, j, size) + update, (n, j * size, jnp.zeros_like(n)))

@@ -10,8 +10,8 @@ from jax import lax
 from dispatch_core.calls import AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.xla.attention import Run, Tile, attend
-from pallas_kernels.xla.layout import common_zero, dequantised, folded, folded_rows, unfolded
-from pallas_kernels.xla.spans import Span, last_positions, seen_from
+from pallas_kernels.xla.layout import common_zero, dequantised, folded, folded_heads, unfolded
+from pallas_kernels.xla.spans import last_positions, seen_from
 
 
 def decode(
@@ -42,34 +42,30 @@ def decode(
     Returns:
       o (B, Tq, Hq, Dv) in the call's output type, and lse float32 (B, Tq, Hq) if the call asks for it.
     """
-    size = min(tile.block_kv, k.shape[1])
+    capacity = k.shape[1]
+    size = min(tile.block_kv, capacity)
 
     def read(j: jax.Array) -> Tile:
-        first = jnp.minimum(j * size, k.shape[1] - size)  # the last tile is moved back to fit, and skips what it repeats
+        first = jnp.minimum(j * size, capacity - size)  # the last tile is moved back to fit, and skips what it repeats
         number = first + jnp.arange(size, dtype=jnp.int32)
 
         def part(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-            return folded(dequantised(lax.dynamic_slice_in_dim(x, first, size, axis=1), scale), call.kv_heads)
+            x = lax.dynamic_slice_in_dim(x, first, size, axis=1)
+            return folded(dequantised(x, None if scale is None else scale[:, None]), call.kv_heads)
 
-        of_tokens = [None if scale is None else scale[:, None] for scale in (k_scale, v_scale)]
-        return Tile(part(k, of_tokens[0]), part(v, of_tokens[1]), jnp.where(number >= j * size, number, -1)[None])
+        return Tile(part(k, k_scale), part(v, v_scale), jnp.where(number >= j * size, number, -1)[None])
 
     seen = seen_from(call, last_positions(kv_lengths, q.shape[1]), kv_lengths[:, None], is_causal=True)
     zero = common_zero(q, k, v, kv_lengths, k_scale, v_scale, sinks)
-    return attend_tokens(call, q, [Run(seen, size, read)], sinks, zero)
+    return attend_tokens(call, q.astype(jnp.float32) + zero, [Run(seen.per_row(call), size, read)], sinks)
 
 
 def attend_tokens(
-    call: AttentionCall, q: jax.Array, runs: list[Run], sinks: jax.Array | None, zero: jax.Array
+    call: AttentionCall, q: jax.Array, runs: list[Run], sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attention of query tokens (B, Tq, Hq, D), all at once, over runs with spans per token (B, Tq); `zero` as of `common_zero`."""
-
-    def of_rows(x: jax.Array) -> jax.Array:
-        return folded_rows(x, call.q_heads, call.kv_heads)
-
-    sink = None if sinks is None else of_rows(jnp.broadcast_to(sinks[None, None], q.shape[:3]))
-    scaled = call.softmax_scale * folded(q.astype(jnp.float32) + zero, call.kv_heads)
-    runs = [run._replace(seen=Span(*map(of_rows, run.seen))) for run in runs]
-    o, lse = attend(scaled, runs, sink, call.softcap, call.v_dim)
-    o = unfolded(o, *q.shape[:2]).astype(call.o_dtype)
-    return o, unfolded(lse, *q.shape[:2]) if call.return_lse else None
+    """Attention of float32 query tokens (B, Tq, Hq, D), all rows at once: o in the call's output type, and lse or None."""
+    batch, tokens = q.shape[:2]
+    sink = None if sinks is None else folded_heads(sinks, batch, tokens, call.kv_heads)
+    o, lse = attend(call, call.softmax_scale * folded(q, call.kv_heads), runs, sink)
+    o = unfolded(o, batch, tokens).astype(call.o_dtype)
+    return o, unfolded(lse, batch, tokens) if call.return_lse else None

@@ -19,10 +19,14 @@ def unfolded(x: jax.Array, batch: int, tokens: int) -> jax.Array:
     return x.reshape(batch, tokens, kv_heads * group, *rest)
 
 
-def folded_rows(x: jax.Array, q_heads: int, kv_heads: int) -> jax.Array:
-    """One number per query token (B, S), or per token and head (B, S, Hq), as one per row (B * Hkv, S * G)."""
-    x = x if x.ndim == 3 else x[:, :, None]
-    return folded(jnp.broadcast_to(x, (*x.shape[:2], q_heads)), kv_heads)
+def folded_tokens(x: jax.Array, q_heads: int, kv_heads: int) -> jax.Array:
+    """What the heads of a token share (B, S), for every row (B * Hkv, S * G)."""
+    return folded(jnp.broadcast_to(x[..., None], (*x.shape, q_heads)), kv_heads)
+
+
+def folded_heads(x: jax.Array, batch: int, tokens: int, kv_heads: int) -> jax.Array:
+    """What the tokens of a head share (Hq,), for every row (B * Hkv, S * G)."""
+    return folded(jnp.broadcast_to(x[None, None], (batch, tokens, *x.shape)), kv_heads)
 
 
 def even_blocks(length: int, largest: int) -> tuple[int, int]:
@@ -38,13 +42,10 @@ def padded_to(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def common_zero(*arrays: jax.Array | None) -> jax.Array:
-    """A float32 zero that varies over every manual mesh axis over which any of the arrays does.
-
-    Inside shard_map the carry of a loop must vary from the start as it will after a step; adding this to it sees to that.
-    """
-    zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in arrays if x is not None]
-    return sum(zeros[1:], zeros[0])
+def dequantised(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """X (B, S, H, D) in float32, times its scale (B, S or 1, Hkv) where it has one."""
+    x = x.astype(jnp.float32)
+    return x if scale is None else x * jnp.repeat(scale, x.shape[2] // scale.shape[2], axis=2)[..., None]
 
 
 def finite(x: jax.Array) -> jax.Array:
@@ -52,7 +53,10 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def dequantised(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """X (B, S, H, D) in float32, times its scale (B, S or 1, Hkv) where it has one."""
-    x = x.astype(jnp.float32)
-    return x if scale is None else x * jnp.repeat(scale, x.shape[2] // scale.shape[2], axis=2)[..., None]
+def common_zero(*arrays: jax.Array | None) -> jax.Array:
+    """A float32 zero that varies over every manual mesh axis over which any of the arrays does.
+
+    Inside shard_map the carry of a loop must vary from the start as it will after a step; adding this to it sees to that.
+    """
+    zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in arrays if x is not None]
+    return jnp.sum(jnp.stack(zeros))

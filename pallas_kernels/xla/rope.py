@@ -6,15 +6,17 @@ import jax.numpy as jnp
 from dispatch_core.calls import RopeFacts
 
 
-def rotated(x: jax.Array, position: jax.Array, inv_freq: jax.Array, rope: RopeFacts) -> jax.Array:
+def rotated(x: jax.Array, position: jax.Array, inv_freq: jax.Array | None, rope: RopeFacts | None) -> jax.Array:
     """Pairs of the leading rotary_dim dims turned by position * inv_freq, in float32 and rounded once; other dims as they are.
 
     Args:
       x: (..., H, D).
       position: int32 (...).
-      inv_freq: float32 (rotary_dim / 2,).
-      rope: the style says which dims pair up.
+      inv_freq: float32 (rotary_dim / 2,); None: x is returned as it is.
+      rope: the style says which dims pair up; given when inv_freq is.
     """
+    if inv_freq is None or rope is None:
+        return x
     half = rope.rotary_dim // 2
     angle = position[..., None].astype(jnp.float32) * inv_freq.reshape((1,) * position.ndim + (half,))
     cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]

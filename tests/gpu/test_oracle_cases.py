@@ -6,11 +6,10 @@ All cases are started at once on a thread pool, since compiling them is what tak
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
-import jax
 import numpy as np
 import pytest
 
-import jax_ops
+from tests.calling import call
 from tests.edge_cases import edge_cases
 from tests.inputs import OPS, Case, feature_cases, poisoned, random_case
 from tests.tolerance import assert_same_bits, check_case
@@ -22,12 +21,7 @@ SEEDS = 24
 
 
 def run(case: Case):
-    options = {**case.options, **case.hints}
-    if options.get("rope") is not None:
-        options["rope"] = jax_ops.Rope(**vars(options["rope"]))
-    if case.op != "append_paged":
-        options["return_lse"] = True
-    return [np.asarray(r) for r in getattr(jax_ops, case.op)(**case.arrays, **options)]
+    return [np.asarray(result) for result in call(case)]
 
 
 def cases() -> dict[str, Case]:
