@@ -31,7 +31,8 @@ demo: $(NEWEST)/.demo
 
 # Side by side, because one suite keeps about one core busy; the oldest's output follows the newest's.
 test: lint $(OLDEST)/.test
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider > $(OLDEST)/pytest.log 2>&1 & oldest=$$!; \
+	@echo "Testing on the newest jax, and on jax $(OLDEST_JAX) beside it ..."
+	@$(OLDEST)/bin/python -m pytest -p no:cacheprovider > $(OLDEST)/pytest.log 2>&1 & oldest=$$!; \
 	trap "kill $$oldest 2> /dev/null || true" EXIT; \
 	status=0; \
 	$(NEWEST)/bin/python -m pytest || status=$$?; \

@@ -3,17 +3,19 @@ what came, and what is accepted."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from dispatch_core import ELEMENT_BYTES, FLOAT8, HALF_TYPES, Window
-from jax_ops.signature import SIGNATURES, axis_words
+from dispatch_core import FLOAT8, HALF_TYPES, Window
+from jax_ops.signature import SIGNATURES, Signature, axis_words
 
 ACCEPTED_TYPES = (*HALF_TYPES, "float32")
+_FLOATS = (*ACCEPTED_TYPES, "float64")
+_INTEGERS = ("int32", "int64")
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def fail(op: str, argument: str, came: object, rule: str, remedy: str = "") -> ValueError:
@@ -28,7 +30,7 @@ def wrong_type(op: str, argument: str, came: object, rule: str, remedy: str = ""
 
 def is_array(value: object) -> bool:
     """Whether a value has a shape and an element type: a jax.Array, a tracer, a NumPy array, a ShapeDtypeStruct."""
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
 
 
 def check_static(op: str, options: Mapping[str, Any]) -> None:
@@ -50,15 +52,15 @@ def static_bool(op: str, name: str, value: Any) -> bool:
 
 
 def static_number(op: str, name: str, value: Any) -> float | None:
-    """The option as a finite float, or None."""
+    """The option as a float that float32 holds, or None."""
     if value is None:
         return None
-    if isinstance(value, (bool, str)) or not np.isscalar(value) and getattr(value, "ndim", None) != 0:
+    is_number = isinstance(value, (int, float)) or (is_array(value) and np.issubdtype(value.dtype, np.number))
+    if not is_number or isinstance(value, bool) or np.iscomplexobj(value):
         raise wrong_type(op, name, f"is {value!r}", "a Python number or None")
-    number = float(value)
-    if not math.isfinite(number):
-        raise fail(op, name, f"is {number}", "a finite number")
-    return number
+    if not abs(value) <= _MAX_FLOAT32:
+        raise fail(op, name, f"is {value}", "a finite number within float32")
+    return float(value)
 
 
 def static_softcap(op: str, value: Any) -> float | None:
@@ -73,6 +75,7 @@ def static_length(op: str, name: str, value: Any) -> int | None:
     """The option as a positive int, or None."""
     if value is None:
         return None
+    check_static(op, {name: value})
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise wrong_type(op, name, f"is {value!r}", "a Python int or None")
     if value < 1:
@@ -84,14 +87,10 @@ def static_window(op: str, window: Any) -> Window | None:
     """(left, right) as a Window; None and -1 are unbounded."""
     if window is None:
         return None
-    if isinstance(window, (int, np.integer)):
-        raise wrong_type(
-            op,
-            "window",
-            f"is the int {window}",
-            "(left, right), the keys beside the query's own",
-            f"A window of {window} keys that ends at the query is window=({int(window) - 1}, 0).",
-        )
+    if isinstance(window, (int, np.integer)) and not isinstance(window, bool):
+        remedy = f"A window of {window} keys that ends at the query is window=({int(window) - 1}, 0)."
+        remedy = remedy if window > 0 else "No window is None."
+        raise wrong_type(op, "window", f"is the int {window}", "(left, right), the keys beside the query's own", remedy)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise wrong_type(op, "window", f"is {window!r}", "a pair (left, right) of ints or None")
     for side, value in zip(("left", "right"), window, strict=True):
@@ -108,13 +107,19 @@ def static_window(op: str, window: Any) -> Window | None:
 def check_shapes(op: str, slot: str, arrays: Mapping[str, Any]) -> dict[str, int]:
     """Matches every array against the axes of its op and returns the size of each axis."""
     signature = SIGNATURES[slot]
+    for name, axes in signature.inputs.items():
+        if name not in arrays and not _is_optional(signature, name):
+            raise fail(op, name, "is None", f"an array {axis_words(axes)}")
     sizes: dict[str, int] = {}
     seen_in: dict[str, str] = {}
     for name, array in arrays.items():
         axes = signature.axes_given(name, len(array.shape)).split()
         if len(array.shape) != len(axes):
-            raise fail(op, name, f"has shape {tuple(array.shape)}", f"{len(axes)} axes {axis_words(signature.inputs[name])}")
-        for axis, size in zip(axes, array.shape, strict=True):
+            raise fail(op, name, f"has shape {tuple(array.shape)}", *_axes_rule(signature, name, len(array.shape)))
+        given = list(zip(axes, array.shape, strict=True))
+        if "t" in signature.inputs[name].split() and "t" not in axes:
+            given.append(("t", 1))
+        for axis, size in given:
             if axis in sizes and sizes[axis] != size:
                 word = axis_words(axis).strip("(),")
                 raise fail(op, name, f"has shape {tuple(array.shape)}, so {word} is {size}", f"{sizes[axis]}, as in {seen_in[axis]}")
@@ -127,9 +132,28 @@ def check_shapes(op: str, slot: str, arrays: Mapping[str, Any]) -> dict[str, int
     bounds, rows = sizes.get("b1"), sizes.get("b")
     if bounds == 0:
         raise fail(op, seen_in["b1"], "has 0 entries", "batch + 1")
+    if bounds == 1 and sizes["t"]:
+        raise fail(op, seen_in["b1"], f"has 1 entry for {sizes['t']} tokens", "batch + 1, of at least one sequence")
     if bounds is not None and rows is not None and bounds != rows + 1:
         raise fail(op, seen_in["b1"], f"has {bounds} entries", f"{rows + 1}: one more than the batch of {seen_in['b']}")
     return sizes
+
+
+def _is_optional(signature: Signature, name: str) -> bool:
+    if name == "kv_lengths":
+        return "page_table" not in signature.inputs
+    return name.endswith("_scale") or name in ("q_lengths", "k_new", "v_new", "cu_seqlens", "inv_freq", "sinks")
+
+
+def _axes_rule(signature: Signature, name: str, ndim: int) -> tuple[str, str]:
+    """Which axes an argument may have, and what to do about an array of `ndim`."""
+    axes = signature.inputs[name]
+    count = len(axes.split())
+    if name.endswith("_scale"):
+        remedy = "Finer scales, such as one per token or page, are not served." if ndim > count else ""
+        return f"a scalar, (kv_heads,) or {axis_words(axes)}", remedy
+    one_token = f", or {count - 1} without query tokens" if signature.one_token and "t" in axes.split() else ""
+    return f"{count} {'axis' if count == 1 else 'axes'} {axis_words(axes)}{one_token}", ""
 
 
 def check_types(op: str, arrays: Mapping[str, Any]) -> None:
@@ -150,10 +174,10 @@ def check_types(op: str, arrays: Mapping[str, Any]) -> None:
         elif name in ("k_pages", "v_pages") and came not in (dtype, FLOAT8):
             raise wrong_type(op, name, f"has element type {came}", f"{dtype}, as {leader} has, or {FLOAT8}")
         elif name in ("q_lengths", "kv_lengths", "cache_lengths", "lengths", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "page_table"):
-            if not np.issubdtype(array.dtype, np.integer):
-                raise wrong_type(op, name, f"has element type {came}", "an integer type (int32)")
-        elif name in ("sinks", "inv_freq") and came not in (*ELEMENT_BYTES, "float64"):
-            raise wrong_type(op, name, f"has element type {came}", "a float type (float32)")
+            if came not in _INTEGERS:
+                raise wrong_type(op, name, f"has element type {came}", "an integer type, int32 or int64", "Cast it with .astype(jnp.int32).")
+        elif name in ("sinks", "inv_freq", "q_scale", "k_scale", "v_scale") and came not in _FLOATS:
+            raise wrong_type(op, "rope.inv_freq" if name == "inv_freq" else name, f"has element type {came}", "float32")
     for first, second in (("k", "v"), ("k_pages", "v_pages"), ("k_new", "v_new")):
         if first in arrays and str(arrays[first].dtype) != str(arrays[second].dtype):
             raise wrong_type(op, second, f"has element type {arrays[second].dtype}", f"{arrays[first].dtype}, as {first} has")

@@ -6,16 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from dispatch_core import BACKENDS, ELEMENT_BYTES, FLOAT8, Device, Kernel, RopeFacts
+from dispatch_core import BACKENDS, FLOAT8, Device, Kernel, RopeFacts
 from jax_ops import checks
 from jax_ops.dispatch import freeze_kernel_map, target
 from jax_ops.request import Arrays, Invocation, Request
 
 
 def present(**arrays: Any) -> Arrays:
-    """The arrays that were given, Python scalars and lists made arrays."""
-    return {name: a if checks.is_array(a) else jnp.asarray(a) for name, a in arrays.items() if a is not None}
+    """The arrays that were given; Python scalars and lists are made arrays, and wide NumPy integers int32 without wrapping."""
+    return {name: _array(name, a) for name, a in arrays.items() if a is not None}
+
+
+def _array(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype == np.int64:
+        bounds = np.iinfo(np.int32)
+        return np.clip(value, bounds.min, bounds.max).astype(np.int32)
+    if checks.is_array(value):
+        return value
+    return jnp.asarray(value, jnp.float32) if name.endswith("_scale") else jnp.asarray(value)
 
 
 def common(
@@ -43,7 +53,10 @@ def common(
       is_uniform, max_seqlen_q, max_seqlen_kv, rope: facts the op has worked out.
       **options: is_causal, scale, softcap, window, out_dtype, return_lse, backend, where the op has them.
     """
-    checks.check_static(op, {"build": build, "device": device, "interpret": interpret, **options})
+    static = {"build": build, "kernel_map": kernel_map, "device": device, "interpret": interpret, **options}
+    checks.check_static(op, static)
+    if kernel_map is not None and not isinstance(kernel_map, Mapping):
+        raise checks.wrong_type(op, "kernel_map", f"is {kernel_map!r}", "a mapping of dispatch keys to dispatch_core.Kernel, or None")
     checks.check_shapes(op, slot, arrays)
     checks.check_types(op, arrays)
     window = checks.static_window(op, options.get("window"))
@@ -92,7 +105,10 @@ def _check_request(op: str, backend: str, *, is_fp8: bool, window: Any, is_unifo
 def _out_dtype(op: str, dtype: Any) -> str | None:
     if dtype is None:
         return None
-    name = str(jnp.dtype(dtype))
-    if name not in ELEMENT_BYTES or name == FLOAT8:
+    try:
+        name = str(jnp.dtype(dtype))
+    except TypeError:
+        name = repr(dtype)
+    if name not in checks.ACCEPTED_TYPES:
         raise checks.wrong_type(op, "out_dtype", f"is {name}", f"one of {', '.join(checks.ACCEPTED_TYPES)}, or None")
     return name

@@ -12,7 +12,7 @@ CPU_DEVICES = 8
 def pytest_configure(config: pytest.Config) -> None:
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before tests/conftest.py chose its platform; import it in test modules.")
-    if not _selects_gpu(config.option.markexpr):
+    if not selects_gpu(config.option.markexpr):
         os.environ["JAX_PLATFORMS"] = "cpu"
         # The CUDA plugin is installed for tests/aot.py; without a driver its version check would only complain.
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -24,5 +24,5 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def _selects_gpu(markexpr: str) -> bool:
+def selects_gpu(markexpr: str) -> bool:
     return bool(re.search(r"\bgpu\b", re.sub(r"\bnot\s+gpu\b", "", markexpr)))

@@ -38,7 +38,7 @@ def exp2_scaled(x: jax.Array, scale: jax.Array | float, base: jax.Array, *, inte
 
 
 def softcapped(dots: jax.Array, factor: jax.Array | float, cap: float, *, interpret: bool) -> jax.Array:
-    """cap * tanh(dots * factor / cap) in base 2 (times log2 e), within about cap * 2**-22: as 1 - 2 / (1 + exp(2 x))."""
+    """Scores cap * tanh(dots * factor / cap) in base 2 (times log2 e), within about cap * 2**-22: 1 - 2 / (1 + exp(2 x))."""
     bound, rate = cap * LOG2_E, factor * (2.0 * LOG2_E / cap)
     if interpret:
         return bound - (2.0 * bound) / (1.0 + jnp.exp2(dots * rate))

@@ -233,7 +233,7 @@ def _packed_tiles(cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, plan: Plan)
 def _request(refs: dict[str, Any], plan: Plan, tile: jax.Array, batch: jax.Array) -> Request:
     """The request of a query tile; `batch` is read when dense."""
     if "tiles" in refs:
-        index, q_row, kv_row, q_len, kv_len, token = (plt.load(refs["tiles"].at[i, tile]) for i in range(6))
+        index, q_row, kv_row, q_len, kv_len, token = (plt.load(refs["tiles"].at[jnp.int32(i), tile]) for i in range(6))
         return Request(index, q_row, kv_row, q_len, kv_len, token, q_len)
     q_rows, kv_rows = jnp.int32(plan.q_rows), jnp.int32(plan.kv_rows)
     q_len = plt.load(refs["q_lengths"].at[batch]) if "q_lengths" in refs else q_rows
@@ -378,9 +378,7 @@ def _kernel(refs: dict[str, Any], out: dict[str, Any], *, plan: Plan) -> None:
         plt.store(out["lse"].at[q_rows, q_head], lse, mask=owned)
 
 
-def _launch(
-    plan: Plan, o_shape: tuple[int, ...], arrays: dict[str, jax.Array | None]
-) -> tuple[jax.Array, jax.Array | None]:
+def _launch(plan: Plan, o_shape: tuple[int, ...], arrays: dict[str, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
     """Runs the plan; o_shape is o's."""
     call, tile = plan.call, plan.tile
     given = {name: array for name, array in arrays.items() if array is not None}

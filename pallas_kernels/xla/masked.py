@@ -68,4 +68,4 @@ def masked_attention(
     p = (p / nonzero).astype(v.dtype)
     o = jnp.einsum("bkgts,bske->btkge", p, v, precision=precision, preferred_element_type=jnp.float32)
     lse = lse[..., 0].transpose(0, 3, 1, 2)
-    return o.reshape(batch, tokens, q_heads, -1).astype(q.dtype), lse.reshape(batch, tokens, q_heads)
+    return o.reshape(batch, tokens, q_heads, v.shape[-1]).astype(q.dtype), lse.reshape(batch, tokens, q_heads)

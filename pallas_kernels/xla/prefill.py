@@ -1,8 +1,8 @@
 """Dense and packed prefill, and their gradients.
 
 A packed array is a batch of one whose rows see spans of their own keys; a padded batch has its lengths in its spans. From there
-on both are the same problems. Scales and layout are ordinary functions of the arguments, whose derivatives JAX knows; only
-attention itself has a derivative of its own.
+on both are the same problems. Their layout is an ordinary function of the arguments, whose derivative JAX knows; only attention
+itself has a derivative of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ def dense_prefill(call: AttentionCall, tile: TileConfig, **arrays: Unpack[DenseA
 def dense_prefill_vjp(
     call: AttentionCall, tile: TileConfig, arrays: DenseArrays, o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> dict[str, jax.Array]:
-    """Cotangents, by name, of q, k, v and of those of the scales and sinks that are given."""
+    """Cotangents, by name, of q, k, v and, where given, sinks; scales come with FP8, which has none."""
     return _vjp(call, tile, arrays, _of_batch, _dense_span(call, arrays), Result(o, lse, do, dlse))
 
 
@@ -74,7 +74,7 @@ def packed_prefill(call: AttentionCall, tile: TileConfig, **arrays: Unpack[Packe
 def packed_prefill_vjp(
     call: AttentionCall, tile: TileConfig, arrays: PackedArrays, o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> dict[str, jax.Array]:
-    """Cotangents, by name, of q, k, v and of those of the scales and sinks that are given."""
+    """Cotangents, by name, of q, k, v and, where given, sinks; scales come with FP8, which has none."""
     result = Result(o[None], lse[None], do[None], dlse[None])
     return _vjp(call, tile, arrays, _of_pack, _packed_span(call, arrays), result)
 
@@ -121,7 +121,7 @@ def _attend(call: AttentionCall, tile: TileConfig, of: Problems, seen: Span) -> 
 def _vjp(
     call: AttentionCall, tile: TileConfig, arrays: Arrays, as_batch: Callable[[Arrays], Arrays], seen: Span, result: Result
 ) -> dict[str, jax.Array]:
-    floats = {name: x for name, x in arrays.items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+    floats = {name: arrays[name] for name in ("q", "k", "v", "sinks") if arrays[name] is not None}
     of, pull = jax.vjp(lambda floats: _problems(call, {**arrays, **floats}, as_batch), floats)
     per_row = Result(*(folded(x.astype(jnp.float32), call.kv_heads) for x in result))
     (cotangents,) = pull(attend_vjp(call, tile, of, seen, per_row))

@@ -47,6 +47,12 @@ def _truth(q, k, v, seen, **rules):
     return tuple(np.stack(r) for r in zip(*results, strict=True))
 
 
+def _jax_nn(*args, **options):
+    """The original, which promotes types and ranks implicitly."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jax.nn.dot_product_attention(*args, **options)
+
+
 def _close(a, b, tolerance=2e-5):
     np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
 
@@ -63,7 +69,7 @@ def _prefill_by_oracle(rules, operands, left, right, return_lse):
     assert (left or 0) >= 0 and (right or 0) >= 0
     arrays = {name: np.asarray(x) for name, x in operands._asdict().items() if x is not None}
     o, lse = oracle.gqa_prefill(**arrays, is_causal=False, window=(left, right))
-    return o.astype(np.float32), lse.astype(np.float32)
+    return jnp.asarray(o, jnp.float32), jnp.asarray(lse, jnp.float32)
 
 
 @pytest.mark.parametrize("high", [None, -1, 0, 1, 4])
@@ -90,14 +96,14 @@ def test_every_small_band_with_lengths_is_converted_exactly(low, high, monkeypat
     every = np.array(list(itertools.product((-1, 0, 1, 2, 4, 9), repeat=2)), np.int32)
     batch = len(every)
     for t, s, given in ((4, 4, "qk"), (3, 5, "qk"), (5, 3, "qk"), (4, 3, "q"), (3, 4, "k")):
-        q, k, v = (rng.standard_normal((batch, n, 1, 2)).astype(np.float32) for n in (t, s, s))
+        q, k, v = (jnp.asarray(rng.standard_normal((batch, n, 1, 2)), jnp.float32) for n in (t, s, s))
         lengths = [jnp.asarray(every[:, i]) if side in given else None for i, side in enumerate("qk")]
         o, lse = bands.attend(bands.Rules("op"), bands.Operands(q, k, v, *lengths), bands.Band(low, high), None, None, True)
         for b, (q_length, kv_length) in enumerate(every):
             i, j = np.arange(t)[:, None], np.arange(s)[None]
             seen = (j - i >= (-INF if low is None else low)) & (j - i <= (INF if high is None else high))
             seen &= (i < q_length if "q" in given else True) & (j < kv_length if "k" in given else True)
-            want = oracle.attend(*(x[b].astype(np.float64) for x in (q, k, v)), seen)
+            want = oracle.attend(*(np.asarray(x[b], np.float64) for x in (q, k, v)), seen)
             _close(o[b], want[0])
             _close(lse[b], want[1])
 
@@ -125,9 +131,15 @@ def _of_truth(options):
     return rules, {names.get(n, n): x for n, x in options.items() if n != "scale"}
 
 
-@pytest.mark.parametrize("sizes", [(6, 6), (5, 8), (8, 5)], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_equals_jax_nn_and_the_oracle(name, sizes):
+SIZES = {
+    (6, 6): ("plain", "scale", "causal", "window_causal", "padding", "padding_causal"),
+    (5, 8): ("causal", "window", "padding_causal", "keys_padding_causal"),
+    (8, 5): ("causal", "window_int", "window_self", "padding_window", "queries_padding_causal"),
+}
+
+
+@pytest.mark.parametrize("sizes, name", [(sizes, name) for sizes, names in SIZES.items() for name in names], ids=str)
+def test_equals_jax_nn_and_the_oracle(sizes, name):
     options, (q, k, v) = CASES[name], _arrays(*sizes)
     o, lse = jax.jit(functools.partial(dot_product_attention, return_residual=True, **options))(q, k, v)
     rules, facts = _of_truth(options)
@@ -135,54 +147,59 @@ def test_equals_jax_nn_and_the_oracle(name, sizes):
     want_o, want_lse = _truth(q, k, v, seen, **rules)
     _close(o, want_o)
     _close(lse, want_lse)
-    theirs = jax.nn.dot_product_attention(q, k, v, return_residual=True, **options)
+    theirs = jax.jit(lambda *a: _jax_nn(*a, return_residual=True, **options))(q, k, v)
     rows = seen.any(-1)
     _close(np.asarray(o)[rows], np.asarray(theirs[0])[rows])
     _close(np.asarray(lse)[rows], np.asarray(theirs[1])[rows])
 
 
-@pytest.mark.parametrize("name", ["causal", "window_causal", "padding_causal", "keys_padding_causal"])
-@pytest.mark.parametrize("sizes", [(6, 6), (5, 8), (8, 5)], ids=str)
-def test_gradients_equal_jax_nn(name, sizes):
-    options, (q, k, v) = CASES[name], _arrays(*sizes)
-    _, facts = _of_truth(options)
-    weights = _arrays(*sizes, seed=3)[0] * _seen(*sizes, **facts).any(-1)[..., None, None]
-    grad = lambda f: jax.jit(jax.grad(lambda *a: (f(*a, **options) * weights).sum(), (0, 1, 2)))(q, k, v)  # noqa: E731
-    for ours, theirs in zip(grad(dot_product_attention), grad(jax.nn.dot_product_attention), strict=True):
-        _close(ours, theirs, 1e-4)
+def _gradients(attend, arrays, weights):
+    """Cotangents of all arrays, compiled once."""
+    run = jax.jit(jax.grad(lambda a: (attend(*a).astype(jnp.float32) * weights).sum()))
+    with jax.numpy_dtype_promotion("standard"):
+        return run(tuple(arrays))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("sizes, name", [((5, 8), "window_causal"), ((8, 5), "causal"), ((6, 6), "padding_causal")], ids=str)
+def test_gradients_equal_jax_nn(sizes, name):
+    options, arrays = CASES[name], _arrays(*sizes)
+    seen = _seen(*sizes, **_of_truth(options)[1])
+    weights = _arrays(*sizes, seed=3)[0] * np.float32(seen.any(-1)[..., None, None])
+    ours = _gradients(lambda *a: dot_product_attention(*a, **options), arrays, weights)
+    for mine, theirs in zip(ours, _gradients(lambda *a: _jax_nn(*a, **options), arrays, weights), strict=True):
+        _close(mine, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("dtype, group, mapped", [("bfloat16", 1, True), ("float16", 4, False), ("bfloat16", 2, True)])
 def test_low_precision_groups_and_vmap(dtype, group, mapped):
     """The cases of jax's own tests: no mask, under vmap with None for bias and mask, forward and backward."""
-    q, k, v = _arrays(16, 16, dtype, (4, 4 // group))
-    weights = _arrays(16, 16, dtype, (4, 4), seed=3)[0]
+    arrays = _arrays(16, 16, dtype, (4, 4 // group))
+    weights = _arrays(16, 16, heads=(4, 4), seed=3)[0]
     run = jax.vmap(dot_product_attention, in_axes=(0, 0, 0, None, None)) if mapped else dot_product_attention
     repeat = lambda x: jnp.repeat(x, group, axis=2)  # noqa: E731
-    o, pull = jax.vjp(lambda q, k, v: run(q, k, v, None, None), q, k, v)
-    want, pull_theirs = jax.vjp(lambda q, k, v: jax.nn.dot_product_attention(q, repeat(k), repeat(v)), q, k, v)
+    theirs = lambda *a: _jax_nn(a[0].astype(jnp.float32), *(repeat(x.astype(jnp.float32)) for x in a[1:]))  # noqa: E731
+    o = run(*arrays, None, None)
     assert o.dtype == dtype
-    _close(o, want, 0.02)
-    for ours, theirs in zip(pull(weights), pull_theirs(weights), strict=True):
-        _close(ours, theirs, 0.03)
+    _close(o, theirs(*arrays), 0.02)
+    ours = _gradients(lambda *a: run(*a, None, None), arrays, weights)
+    for mine, other in zip(ours, _gradients(theirs, arrays, weights), strict=True):
+        _close(mine, other, 0.03)
 
 
 def test_three_axes_are_one_sequence():
     q, k, v = _arrays(5, 8)
     o, lse = dot_product_attention(q[0], k[0], v[0], is_causal=True, return_residual=True)
-    want, want_lse = jax.nn.dot_product_attention(q[0], k[0], v[0], is_causal=True, return_residual=True)
+    want, want_lse = _jax_nn(q[0], k[0], v[0], is_causal=True, return_residual=True)
     assert o.shape == want.shape and lse.shape == want_lse.shape
     _close(o, want)
     short = dot_product_attention(q[0], k[0], v[0], key_value_seq_lengths=jnp.array([3]))
-    _close(short, jax.nn.dot_product_attention(q[0], k[0, :3], v[0, :3]))
+    _close(short, _jax_nn(q[0], k[0, :3], v[0, :3]))
 
 
 def test_residual_has_the_type_and_the_missing_derivative_it_has_there():
     q, k, v = _arrays(4, 4, "bfloat16")
     _, lse = dot_product_attention(q, k, v, return_residual=True)
-    _, theirs = jax.nn.dot_product_attention(q, k, v, return_residual=True)
+    _, theirs = _jax_nn(q, k, v, return_residual=True)
     assert lse.dtype == theirs.dtype and lse.shape == theirs.shape
     grad = jax.grad(lambda q: dot_product_attention(q, k, v, return_residual=True)[1].astype(jnp.float32).sum())(q)
     assert not grad.any()
@@ -203,7 +220,7 @@ def test_python_lists_and_numpy_arrays_are_arrays():
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 2}, {"mask": np.ones((1, 1), bool)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 2}, {"mask": np.ones((1, 1), bool)}])
 def test_no_queries_or_no_keys(sizes, options):
     q, k, v = _arrays(*sizes)
     o, lse = dot_product_attention(q, k, v, return_residual=True, **options)
@@ -241,30 +258,42 @@ def _score_arrays(kinds, t, s, dtype=np.float32):
     return arrays
 
 
-@pytest.mark.parametrize("rest", ["plain", "causal", "padding_causal", "padding_window"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "name, rest",
+    [
+        ("mask", "causal"),
+        ("mask_of_heads", "plain"),
+        ("mask_of_keys", "padding_causal"),
+        ("bias", "padding_window"),
+        ("bias", "causal"),
+        ("bias_of_batch", "plain"),
+        ("both", "padding"),
+    ],
+)
 def test_bias_and_mask_equal_jax_nn(name, rest):
     q, k, v = _arrays(5, 8)
     arrays, options = _score_arrays(MASKS[name], 5, 8), CASES[rest]
     mask = np.asarray(arrays.get("mask", True)) & _seen(5, 8, **_of_truth(options)[1])[:, None]
     rows = np.moveaxis(np.broadcast_to(mask, (B, N, 5, 8)).any(-1), 1, 2)
-    both = [jax.jit(lambda f=f: f(q, k, v, **arrays, **options, return_residual=True))() for f in (dot_product_attention, jax.nn.dot_product_attention)]
-    (o, lse), (theirs, their_lse) = both
+    results = [f(q, k, v, **arrays, **options, return_residual=True) for f in (jax.jit(dot_product_attention, static_argnames=STATIC), _jax_nn)]
+    (o, lse), (theirs, their_lse) = results
     _close(np.asarray(o)[rows], np.asarray(theirs)[rows])
     _close(np.asarray(lse)[rows], np.asarray(their_lse)[rows])
     assert not np.asarray(o)[~rows].any() and (np.asarray(lse)[~rows] == -INF).all()
 
 
-@pytest.mark.parametrize("name", ["mask", "bias", "both"])
+STATIC = ("is_causal", "local_window_size", "return_residual")
+
+
+@pytest.mark.parametrize("name", ["mask", "both"])
 def test_gradients_with_bias_and_mask_equal_jax_nn(name):
-    q, k, v = _arrays(8, 8)
-    arrays = _score_arrays(MASKS[name], 8, 8)
-    if "mask" in arrays:
-        arrays["mask"] |= jnp.eye(8, dtype=bool)
-    bias, mask, weights = arrays.get("bias", jnp.zeros((1, 1, 1, 1))), arrays.get("mask"), _arrays(8, 8, seed=3)[0]
-    grad = lambda f: jax.jit(jax.grad(lambda *a: (f(*a, mask, is_causal=True) * weights).sum(), (0, 1, 2, 3)))(q, k, v, bias)  # noqa: E731
-    for ours, theirs in zip(grad(dot_product_attention), grad(jax.nn.dot_product_attention), strict=True):
-        _close(ours, theirs, 1e-4)
+    arrays, kinds = _arrays(8, 8), _score_arrays(MASKS[name], 8, 8)
+    mask = kinds["mask"] | jnp.eye(8, dtype=bool)[None, None]
+    arrays.append(kinds.get("bias", jnp.zeros((1, 1, 1, 1))))
+    weights = _arrays(8, 8, seed=3)[0]
+    ours = _gradients(lambda *a: dot_product_attention(*a, mask, is_causal=True), arrays, weights)
+    for mine, theirs in zip(ours, _gradients(lambda *a: _jax_nn(*a, mask, is_causal=True), arrays, weights), strict=True):
+        _close(mine, theirs, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -273,7 +302,7 @@ def test_low_precision_bias(dtype):
     bias = _score_arrays({"bias": (1, N)}, 8, 8)["bias"].astype(dtype)
     o = dot_product_attention(q, k, v, bias)
     assert o.dtype == dtype
-    _close(o, jax.nn.dot_product_attention(q, k, v, bias.astype(jnp.float32)), 0.02)
+    _close(o, _jax_nn(*(x.astype(jnp.float32) for x in (q, k, v, bias))), 0.02)
 
 
 @pytest.mark.parametrize("masked_by", ["mask", "bias"])
@@ -285,18 +314,17 @@ def test_a_fully_masked_row_is_zero_without_nan_in_the_gradient(masked_by, dtype
     run = lambda q, k, v: dot_product_attention(q, k, v, **arrays, return_residual=True)  # noqa: E731
     o, lse = run(q, k, v)
     assert not o[0, 2].any() and not o[1].any() and (lse[0, 2] == -INF).all() and (lse[1] == -INF).all() and o[0, 0].any()
-    grads = jax.grad(lambda *a: run(*a)[0].astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+    grads = _gradients(lambda *a: run(*a)[0], (q, k, v), 1.0)
     assert all(jnp.isfinite(g).all() for g in grads) and not grads[0][1].any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", ["padding", "padding_causal", "padding_window"])
+@pytest.mark.parametrize("name, masked", [("padding", True), ("padding_causal", False), ("padding_window", False)])
 def test_nan_past_the_lengths_has_no_effect(name, masked):
     q, k, v = _arrays(6, 7)
     options = CASES[name] | ({"mask": jnp.ones((1, 1, 1, 7), bool)} if masked else {})
     past = lambda x, n: x.at[jnp.arange(x.shape[1])[None] >= n[:, None]].set(jnp.nan)  # noqa: E731
     q_lengths, kv_lengths = options["query_seq_lengths"], options["key_value_seq_lengths"]
-    run = jax.jit(lambda *a: jax.value_and_grad(lambda *a: (dot_product_attention(*a, **options) ** 2).sum(), (0, 1, 2))(*a))
+    run = jax.jit(jax.value_and_grad(lambda *a: (dot_product_attention(*a, **options) ** 2).sum(), (0, 1, 2)))
     want = run(q, k, v)
     got = run(past(q, q_lengths), past(k, kv_lengths), past(v, kv_lengths))
     jax.tree.map(assert_same_bits, got, want)
@@ -358,7 +386,7 @@ def test_a_kernel_map_is_asked():
     q, k, v = _arrays(3, 3)
     kernel = CATALOGUE["gqa_prefill_fwd_kernel"]
     o = dot_product_attention(q, k, v, kernel_map={"gqa_prefill_fwd_kernel": kernel})
-    _close(o, jax.nn.dot_product_attention(q, k, v))
+    _close(o, _jax_nn(q, k, v))
 
 
 Q, KV = np.zeros((B, 5, N, H), np.float32), np.zeros((B, 7, K, H), np.float32)
