@@ -78,7 +78,7 @@ def load_params(reader: GGUFReader, config: Config, dtype: DTypeLike = jnp.float
         if name not in tensors:
             raise DemoError(f"demo: the GGUF file has no tensor {name!r}; need a Llama with tied embeddings.")
         tensor = tensors.pop(name)
-        return dequantize(tensor.data, tensor.tensor_type)
+        return dequantize(np.asarray(tensor.data), tensor.tensor_type)  # a plain array: slices of a memmap are slow
 
     def stack(weight: str) -> jax.Array:
         layers = [take(f"blk.{index}.{LAYER_TENSORS[weight]}.weight") for index in range(config.num_layers)]

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -37,76 +36,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dispatch_core.calls import ELEMENT_BYTES, FLOAT8, AttentionCall
+from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.splitting import tiles_of_split
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
+from pallas_kernels.common.decode_plan import LaunchPlan, Problem, launch_plan
 from pallas_kernels.common.fp8 import decode_e4m3_bits
 from pallas_kernels.sm80.prefill import MIN_DOT, Chunk, head_chunks
+
+__all__ = ["Inputs", "LaunchPlan", "attend", "decode", "launch_plan"]
 
 Array = jax.Array
 MERGE_ELEMENTS = 8192  # float32 partials the merge holds at once: 64 registers a thread
 MERGE_WARPS = 4
 _POOLS = 1  # where Inputs has k, and v after it
-
-
-class LaunchPlan(NamedTuple):
-    """What a call launches.
-
-    Attributes:
-      grid: programs of the attention kernel.
-      merge_grid: programs of the merge; 0 where one split writes the result itself.
-      tile: the tile.
-      bytes_read: bytes the attention kernel reads of each operand when every sequence is as long as it can be.
-    """
-
-    grid: int
-    merge_grid: int
-    tile: TileConfig
-    bytes_read: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """What a launch computes, all static.
-
-    Attributes:
-      call: the facts.
-      tile: the tile.
-      batch, tokens, kv_heads, group: sizes of q (batch, tokens, kv_heads * group, head_dim).
-      page_size, num_pages: of the pools; None and 0 for a contiguous cache.
-      pack: FP8 elements in a word of the cache; 1 where a word is an element.
-    """
-
-    call: AttentionCall
-    tile: TileConfig
-    batch: int
-    tokens: int
-    kv_heads: int
-    group: int
-    page_size: int | None = None
-    num_pages: int = 0
-    pack: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a KV head."""
-        return self.tokens * self.group
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks of query rows; each reads the keys."""
-        return pl.cdiv(self.rows, self.tile.block_q)
-
-    @property
-    def programs(self) -> int:
-        """Programs of the attention kernel."""
-        return self.batch * self.tile.num_splits * self.kv_heads * self.row_blocks
-
-    @property
-    def tile_in_page(self) -> bool:
-        """Whether no KV tile crosses a page."""
-        return self.page_size is not None and self.page_size % self.tile.block_kv == 0
 
 
 class Inputs(NamedTuple):
@@ -231,7 +174,7 @@ def _power_of_two(magnitude: Array) -> tuple[Array, Array]:
     return lax.bitcast_convert_type(exponent, jnp.float32), inverse
 
 
-def _cache_query(refs: Inputs, p: _Problem, w: _Where, q: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
+def _cache_query(refs: Inputs, p: Problem, w: _Where, q: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
     """The blocks of q that meet the cache's keys, and the factor on their products.
 
     FP8 keys are exact in float16. A bfloat16 query may be out of its range, so each row gives up a power of two first.
@@ -256,7 +199,7 @@ def _absorb(state: _State, scores: Array, values: tuple[Array, ...]) -> _State:
     return _State(acc, top, state.total * kept + jnp.sum(weights, axis=1))
 
 
-def _where(p: _Problem) -> _Where:
+def _where(p: Problem) -> _Where:
     program = pl.program_id(0)
     row_block, program = lax.rem(program, p.row_blocks), lax.div(program, p.row_blocks)
     head, program = lax.rem(program, p.kv_heads), lax.div(program, p.kv_heads)
@@ -265,7 +208,7 @@ def _where(p: _Problem) -> _Where:
     return _Where(b, head, split, row, row < p.rows, lax.div(row, p.group), head * p.group + lax.rem(row, p.group))
 
 
-def _split_kernel(refs: Inputs, *outs: Any, p: _Problem) -> None:
+def _split_kernel(refs: Inputs, *outs: Any, p: Problem) -> None:
     """One split of the keys of one sequence and KV head, for one block of query rows."""
     call, block_kv, w = p.call, p.tile.block_kv, _where(p)
     k_columns, v_columns = _columns_of(call.head_dim, p.pack), _columns_of(call.v_dim, p.pack)
@@ -293,7 +236,7 @@ def _split_kernel(refs: Inputs, *outs: Any, p: _Problem) -> None:
         state, page = carry
         key = tile * block_kv + _iota(block_kv)
         exists = (key >= low) & (key < length)
-        if p.page_size is None:
+        if refs.page_table is None:
             place = (w.b, key, w.head)
         else:
             exists &= (page >= 0) & (page < p.num_pages)
@@ -310,13 +253,15 @@ def _split_kernel(refs: Inputs, *outs: Any, p: _Problem) -> None:
         return _absorb(state, scored(_dots(q_cache, keys), factor, key, exists), values), page
 
     begin, end = lax.div(low, block_kv), lax.div(length + (block_kv - 1), block_kv)
-    start, stop = (begin + t for t in tiles_of_split(w.split, p.tile.num_splits, jnp.maximum(end - begin, 0)))
+    split: Any = w.split
+    tiles: Any = jnp.maximum(end - begin, 0)
+    start, stop = (begin + tile for tile in tiles_of_split(split, p.tile.num_splits, tiles))
     state = _State(
         tuple(jnp.zeros((p.tile.block_q, c.chunk.width), jnp.float32) for c in v_columns),
         jnp.full((p.tile.block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((p.tile.block_q,), jnp.float32),
     )
-    page = None if p.page_size is None else _pages(refs, p, w.b, length, start)
+    page = None if refs.page_table is None else _pages(refs, p, w.b, length, start)
     state, _ = lax.fori_loop(start, stop, step, (state, page))
     if refs.v_scale is not None:
         v_scale = refs.v_scale[w.b, w.head]
@@ -332,26 +277,26 @@ def _split_kernel(refs: Inputs, *outs: Any, p: _Problem) -> None:
     if refs.k_new is not None:
         is_last = w.split == p.tile.num_splits - 1
         state = lax.cond(is_last, with_new, lambda state: state, state)
-        *outs, k_pages, v_pages = outs
-        for pages, rows, dim in ((k_pages, refs.k_stored, call.head_dim), (v_pages, refs.v_stored, call.v_dim)):
+        outs, pools = outs[:-2], outs[-2:]
+        for pages, rows, dim in zip(pools, (refs.k_stored, refs.v_stored), (call.head_dim, call.v_dim), strict=True):
             _append(pages, rows, refs.page_table, p, w._replace(exists=is_last & (w.row < p.tokens)), length, dim)
     _write(state, w, refs.sinks, outs, p)
 
 
-def _pages(refs: Inputs, p: _Problem, b: Array, length: Array, tile: Array) -> Array:
+def _pages(refs: Inputs, p: Problem, b: Array, length: Array, tile: Array) -> Array:
     """Page ids of a tile: one, or one per key where the tile may cross pages; -1 for what lies past the length."""
     key = tile * p.tile.block_kv
     key = key if p.tile_in_page else key + _iota(p.tile.block_kv)
     return plt.load(refs.page_table.at[b, lax.div(key, p.page_size)], mask=key < length, other=-1)
 
 
-def _in_page(p: _Problem, tile: Array) -> Array:
+def _in_page(p: Problem, tile: Array) -> Array:
     """Where in its page each key of a tile is."""
     key, keys = tile * p.tile.block_kv, _iota(p.tile.block_kv)
     return lax.rem(key, p.page_size) + keys if p.tile_in_page else lax.rem(key + keys, p.page_size)
 
 
-def _append(pages: Any, rows: Any, table: Any, p: _Problem, w: _Where, length: Array, dim: int) -> None:
+def _append(pages: Any, rows: Any, table: Any, p: Problem, w: _Where, length: Array, dim: int) -> None:
     """Puts the new tokens, one in each of the rows, in their pages; drops those that have none."""
     key = length + w.row
     column = lax.div(key, p.page_size)
@@ -363,7 +308,7 @@ def _append(pages: Any, rows: Any, table: Any, p: _Problem, w: _Where, length: A
         _store(pages, (page, lax.rem(key, p.page_size), w.head), exists, columns, value)
 
 
-def _write(state: _State, w: _Where, sinks: Any, outs: Sequence[Any], p: _Problem) -> None:
+def _write(state: _State, w: _Where, sinks: Any, outs: Sequence[Any], p: Problem) -> None:
     """The finished rows where one split has seen everything, else this split's partial; o is left unwritten if it is empty."""
     if p.tile.num_splits == 1:
         sink = None if sinks is None else plt.load(sinks.at[w.q_head], mask=w.exists, other=-jnp.inf)
@@ -379,7 +324,7 @@ def _write(state: _State, w: _Where, sinks: Any, outs: Sequence[Any], p: _Proble
         plt.store(outs[1].at[place], lse, mask=w.exists)
 
 
-def _merge_kernel(o_parts: Any, lse_parts: Any, sinks: Any, *outs: Any, p: _Problem) -> None:
+def _merge_kernel(o_parts: Any, lse_parts: Any, sinks: Any, *outs: Any, p: Problem) -> None:
     """The splits of one query row, summed in order."""
     program = pl.program_id(0)
     row, program = lax.rem(program, p.rows), lax.div(program, p.rows)
@@ -435,13 +380,13 @@ def attend(call: AttentionCall, tile: TileConfig, inputs: Inputs, *, interpret: 
     """
     batch, tokens, q_heads, _ = inputs.q.shape
     kv_heads, splits = inputs.k.shape[2], tile.num_splits
-    pages = {} if inputs.page_table is None else {"num_pages": inputs.k.shape[0], "page_size": inputs.k.shape[1]}
+    num_pages, page_size = inputs.k.shape[:2]
     if inputs.k.dtype == FLOAT8 and call.head_dim % 2 == call.v_dim % 2 == 0:
         words = (inputs.k, inputs.v, inputs.k_stored, inputs.v_stored)
         k, v, k_stored, v_stored = (None if x is None else _in_pairs(x) for x in words)
         inputs = inputs._replace(k=k, v=v, k_stored=k_stored, v_stored=v_stored)
     pack = 2 if inputs.k.dtype == jnp.uint16 else 1
-    p = _Problem(call, tile, batch, tokens, kv_heads, q_heads // kv_heads, **pages, pack=pack)
+    p = Problem(call, tile, batch, tokens, kv_heads, q_heads // kv_heads, page_size, num_pages, pack)
     results = [jax.ShapeDtypeStruct((batch, tokens, q_heads, call.v_dim), jnp.dtype(call.o_dtype))]
     if call.return_lse:
         results.append(jax.ShapeDtypeStruct((batch, tokens, q_heads), jnp.float32))
@@ -470,21 +415,6 @@ def attend(call: AttentionCall, tile: TileConfig, inputs: Inputs, *, interpret: 
         )(*outs, inputs.sinks)
     pools = [x if p.pack == 1 else _out_of_pairs(x) for x in pools]
     return outs[0], outs[1] if call.return_lse else None, *pools
-
-
-def launch_plan(call: AttentionCall, tile: TileConfig) -> LaunchPlan:
-    """Grid, tile and bytes read of a decode call, contiguous or paged."""
-    p = _Problem(call, tile, call.batch, call.max_seqlen_q, call.kv_heads, call.group_size)
-    readers = p.batch * p.kv_heads * p.row_blocks
-    keys = readers * call.max_seqlen_kv * ELEMENT_BYTES[call.cache_dtype]
-    bytes_read = {
-        "q": p.batch * p.kv_heads * p.rows * tile.num_splits * call.head_dim * ELEMENT_BYTES[call.dtype],
-        "k": keys * call.head_dim,
-        "v": keys * call.v_dim,
-    }
-    if call.paging is not None:
-        bytes_read["page_table"] = readers * call.paging.max_pages * 4
-    return LaunchPlan(p.programs, p.batch * p.kv_heads * p.rows if tile.num_splits > 1 else 0, tile, bytes_read)
 
 
 def decode(

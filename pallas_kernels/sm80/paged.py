@@ -66,9 +66,7 @@ def paged_decode(
         k_new = None if k_new is None else rotated(k_new, position, inv_freq, call.rope)
     k_stored = None if k_new is None else _stored(k_new, k_scale, k_pages.dtype)
     v_stored = None if v_new is None else _stored(v_new, v_scale, v_pages.dtype)
-    inputs = Inputs(
-        q, k_pages, v_pages, kv_lengths, page_table, k_new, v_new, k_stored, v_stored, k_scale, v_scale, sinks
-    )
+    inputs = Inputs(q, k_pages, v_pages, kv_lengths, page_table, k_new, v_new, k_stored, v_stored, k_scale, v_scale, sinks)
     return attend(call, tile, inputs, interpret=interpret)
 
 

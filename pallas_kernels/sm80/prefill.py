@@ -10,7 +10,7 @@ What makes it fast:
   the keys that a causal or windowed tile reads for some of its rows only become fewer.
 - The keys of a tile form one interval. Its edges, where some row sees part of a KV tile, run in one masked loop; the middle
   runs without a mask, and whatever lies outside is never visited.
-- Running maxima live in base 2 with the scale folded in: an exponential is one multiply-add and one `ex2`.
+- The scale and log2 e are folded into the exponent: an exponential is one multiply-add and one `ex2`.
 - Programs that read the same keys are neighbours in the grid, in sets of KV heads that fit the L2 cache, longest first.
 
 Rows beyond a length are zeroed as they are loaded. A value row that is not finite also reaches the rows of its edge tile
@@ -307,26 +307,28 @@ def _attended(
     """Running maxima in base 2, sums of weights, and weighted sums of v (a block per chunk) over a program's keys."""
     call, block_q, block_kv = plan.call, plan.tile.block_q, plan.tile.block_kv
     q, factor = _scaled_queries(refs, call, q, request, kv_head)
+    scale = factor * softmax.LOG2_E if call.softcap is None else 1.0
 
-    def scores_of(rows: jax.Array, exists: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
-        """Scores of a KV tile, and the factor that makes them base 2."""
+    def scores_of(rows: jax.Array, exists: jax.Array | None) -> jax.Array:
+        """Scores of a KV tile: their product with `scale` is in base 2."""
         k = [load_rows(refs["k"], rows, kv_head, chunk, exists) for chunk in plan.k_chunks]
         dots = functools.reduce(jnp.add, (dot(a, b, b_is_transposed=True) for a, b in zip(q, k, strict=True)))
         if call.softcap is None:
-            return dots, factor * softmax.LOG2_E
-        return instructions.softcapped(dots, factor, call.softcap, interpret=plan.interpret), 1.0
+            return dots
+        return instructions.softcapped(dots, factor, call.softcap, interpret=plan.interpret)
 
     def visit(index: jax.Array, carry: Any, is_edge: bool) -> Any:
         top, total, sums = carry
         key = keys.begin + index * block_kv + iota(block_kv)
         rows, exists = request.kv_row + key, key < request.kv_len if is_edge else None
-        scores, scale = scores_of(rows, exists)
+        scores = scores_of(rows, exists)
         if is_edge:
             scores = jnp.where(keys.visible(key), scores, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         base = softmax.finite_base(new_top)
-        p = instructions.exp2_scaled(scores, scale, base[:, None], interpret=plan.interpret)
-        kept = instructions.exp2_scaled(top, 1.0, base, interpret=plan.interpret)
+        rate = instructions.steepest_rate(base, scale, interpret=plan.interpret)
+        p = instructions.exp2_scaled(scores, rate[:, None], (base * rate)[:, None], interpret=plan.interpret)
+        kept = instructions.exp2_scaled(top - base, rate, 0.0, interpret=plan.interpret)
         total = total * kept + jnp.sum(p, axis=1)
         v = [load_rows(refs["v"], rows, kv_head, chunk, exists) for chunk in plan.v_chunks]
         sums = tuple(part * kept[:, None] + dot(p.astype(b.dtype), b) for part, b in zip(sums, v, strict=True))
@@ -343,7 +345,8 @@ def _attended(
         tuple(jnp.zeros((block_q, chunk.width), jnp.float32) for chunk in plan.v_chunks),
     )
     carry = lax.fori_loop(keys.full_from, keys.full_to, functools.partial(visit, is_edge=False), carry)
-    return lax.fori_loop(jnp.int32(0), keys.count - full, visit_edge, carry)
+    top, total, sums = lax.fori_loop(jnp.int32(0), keys.count - full, visit_edge, carry)
+    return top * scale, total, sums
 
 
 def _kernel(refs: dict[str, Any], out: dict[str, Any], *, plan: Plan) -> None:

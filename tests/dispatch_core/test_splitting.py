@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
+from dispatch_core import DEVICES, Paging, Window, split_plan, tiles_of_split
 from dispatch_core import DEVICES, Window, split_plan, tiles_of_split
 from dispatch_core.splitting import MAX_SPLITS, reachable_keys
 from tests.dispatch_core.facts import CPU, H200, MIG_SLICE, decode, packed
@@ -54,8 +54,17 @@ def test_a_plan_is_bounded_and_fills_the_device(batch: int, kv_heads: int, group
         assert (plan.waves - 1) * device.sm_count < plan.programs <= plan.waves * device.sm_count
         # The busiest SM's tiles against an even share of them: no wave is left mostly idle where there is much to read.
         share = batch * kv_heads * plan.tiles / device.sm_count
-        if share >= 32:
+        if batch * kv_heads >= device.sm_count:
+            assert plan.num_splits == 1
+        elif share >= 32:
             assert plan.waves * plan.longest <= 1.25 * share
+
+
+@pytest.mark.parametrize("batch, fewest, most", [(2, 8, 64), (32, 4, 16), (128, 1, 8)])
+def test_ragged_sequences_are_split_until_their_tail_is_short(batch: int, fewest: int, most: int):
+    call = decode(batch=batch, kv_heads=8, max_seqlen_kv=8192, paging=Paging(64, 128))
+    assert fewest <= split_plan(call, block_q=16, block_kv=64).num_splits <= most
+    assert split_plan(decode(batch=batch, kv_heads=8, max_seqlen_kv=8192), 16, 64).num_splits <= most
 
 
 def test_a_device_that_is_already_full_is_not_split_further():

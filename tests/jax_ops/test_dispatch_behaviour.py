@@ -221,7 +221,7 @@ def test_a_traced_call_lowers_for_the_platform_it_lands_on(monkeypatch):
 
 EXPLAINED = {
     "prefill": (jax_ops.gqa_prefill, structs(q_len=11), {"window": (2, None), "is_causal": False}),
-    "packed": (jax_ops.gqa_prefill_packed, (*(S((12, h, 8), jnp.float32) for h in (6, 3, 3)), *[S((4,), jnp.int32)] * 2), {"softcap": 2.0}),
+    "prefill_packed": (jax_ops.gqa_prefill_packed, (*(S((12, h, 8), jnp.float32) for h in (6, 3, 3)), *[S((4,), jnp.int32)] * 2), {"softcap": 2.0}),
     "decode": (jax_ops.gqa_decode, (S((3, 6, 8), jnp.float32), *structs(batch=3, kv_len=9)[1:]), {}),
     "decode_paged": (
         jax_ops.gqa_decode_paged,
@@ -261,9 +261,7 @@ def test_explain_says_of_shapes_what_the_op_logs_of_arrays(name, caplog):
         assert explain(op, *arrays, **values) == told
         assert caplog.messages == []
         jax.eval_shape(lambda *a: op(*a, **values), *arrays)
-    assert caplog.messages == [f"{name if name != 'packed' else 'prefill_packed'}: {told.key} ({told.build} build) serves {told.call}"] or (
-        name == "packed" and caplog.messages == [f"prefill_packed: {told.key} ({told.build} build) serves {told.call}"]
-    )
+    assert caplog.messages == [f"{name}: {told.key} ({told.build} build) serves {told.call}"]
 
 
 def test_explain_runs_nothing():

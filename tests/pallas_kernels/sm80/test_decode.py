@@ -96,7 +96,7 @@ def covering_sets(op: str) -> tuple[frozenset[str], ...]:
 TILES = (TileConfig(16, 16, num_splits=2), TileConfig(32, 16, num_splits=1), TileConfig(16, 32, num_splits=5))
 
 
-@pytest.mark.parametrize(("op", "index"), [(op, i) for op in OPS for i in range(len(covering_sets(op)))])
+@pytest.mark.parametrize("op, index", [(op, i) for op in OPS for i in range(len(covering_sets(op)))])
 def test_every_two_features_together(op: str, index: int) -> None:
     features = tuple(sorted(covering_sets(op)[index]))
     case = random_case(op, 100 + index, features, dtype=("bfloat16", "float32", "float16")[index % 3])
@@ -106,9 +106,9 @@ def test_every_two_features_together(op: str, index: int) -> None:
 EDGES = {
     "gqa_decode": (
         "kv_0", "kv_130_of_256", "more_queries_than_keys", "head_dim_72", "head_dim_96", "head_dims_192_128", "heads_9_3",
-        "heads_14_2", "heads_96_1", "window_0_0", "window_-1_3", "window_128_of_400", "softcap_of_large_scores", "large_float16",
-        "large_bfloat16", "sink_against_equal_scores", "huge_sink", "sink_of_empty_rows", "sink_of_minus_infinity",
-        "not_finite_in_valid_keys", "scales_half_three_eighth",
+        "heads_14_2", "heads_96_1", "window_0_0", "window_-1_3", "window_128_of_400", "softcap_of_large_scores",
+        "large_float16", "large_bfloat16", "sink_against_equal_scores", "huge_sink", "sink_of_empty_rows",
+        "sink_of_minus_infinity", "not_finite_in_valid_keys", "scales_half_three_eighth",
     ),
     "gqa_decode_paged": (
         "page_1", "page_3", "page_19", "page_64", "page_256", "15_plus_3_page_16", "16_plus_1_page_16", "5_plus_2_page_1",
@@ -118,7 +118,7 @@ EDGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in EDGES[op]])
+@pytest.mark.parametrize("op, name", [(op, name) for op in OPS for name in EDGES[op]])
 def test_edge_case(op: str, name: str) -> None:
     check(edge_cases(op)[name])
 

@@ -35,7 +35,9 @@ def case(
 
     k_name, v_name = ("k", "v") if page is None else ("k_pages", "v_pages")
     place = (BATCH, KEYS) if page is None else (pages or BATCH * KEYS // page, page)
-    cache = {name: array(*place, KV_HEADS, dim, dtype=call.cache_dtype) for name, dim in zip((k_name, v_name), dims, strict=True)}
+    cache = {
+        name: array(*place, KV_HEADS, dim, dtype=call.cache_dtype) for name, dim in zip((k_name, v_name), dims, strict=True)
+    }
     scale = array(BATCH, KV_HEADS, dtype="float32") if call.cache_dtype == FLOAT8 else None
     rest: dict[str, Any] = {
         "q": array(BATCH, tokens, KV_HEADS * group, dims[0]),
@@ -58,7 +60,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dim_64_page_64": {"dtype": "float16", "group": 8, "dims": (64, 64), "page": 64},
     "dim_256": {"dims": (256, 256), "group": 2},
     "dims_192_128": {"dims": (192, 128), "group": 16},
-    "dim_96_page_16_rules": {"dims": (96, 96), "tokens": 3, "page": 16, "softcap": 30.0, "window": Window(1000), "has_sinks": True},
+    "dim_96_page_16_rules": {
+        "dims": (96, 96),
+        "tokens": 3,
+        "page": 16,
+        "softcap": 30.0,
+        "window": Window(1000),
+        "has_sinks": True,
+    },
     "group_96": {"group": 96, "dtype": "float16"},
     "tokens_16": {"tokens": 16, "group": 8, "page": 64},
     "float32": {"dtype": "float32"},
@@ -94,7 +103,7 @@ def attention(target: str, name: str) -> aot.Kernel:
 ALL = [(t, name) for t in TARGETS for name in SETTINGS] + [(t, name) for t in OTHER_TARGETS for name in FEW]
 
 
-@pytest.mark.parametrize(("target", "name"), ALL)
+@pytest.mark.parametrize("target, name", ALL)
 def test_nothing_spills_and_the_tile_has_the_memory_it_claims(target: str, name: str) -> None:
     call, _ = case(aot.TARGETS[target], **SETTINGS[name])
     tile = fitting_tile(call, "sm80_decode")
@@ -105,7 +114,7 @@ def test_nothing_spills_and_the_tile_has_the_memory_it_claims(target: str, name:
     assert kernel.shared_bytes <= call.device.shared_memory_per_block
 
 
-@pytest.mark.parametrize(("target", "name"), ALL)
+@pytest.mark.parametrize("target, name", ALL)
 def test_loads_are_asynchronous_and_products_use_the_matrix_units(target: str, name: str) -> None:
     kernel = attention(target, name)
     assert kernel.count("cp.async.cg.shared.global") > 0, "16-byte asynchronous copies"
