@@ -30,7 +30,7 @@ demo: $(NEWEST)/.demo
 	@$(NEWEST)/bin/python -m jax_ops demo --prompt "$$PROMPT"
 
 # Side by side, because one suite keeps about one core busy; the oldest's output follows the newest's.
-test: lint $(OLDEST)/.test
+test: lint $(NEWEST)/.test $(OLDEST)/.test
 	@echo "Testing on the newest jax, and on jax $(OLDEST_JAX) beside it ..."
 	@$(OLDEST)/bin/python -m pytest -p no:cacheprovider > $(OLDEST)/pytest.log 2>&1 & oldest=$$!; \
 	trap "kill $$oldest 2> /dev/null || true" EXIT; \

@@ -112,6 +112,12 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def head_elements(dim: int) -> int:
+    """What a Triton kernel keeps of a head: one power of two, or two where that wastes less (96 is 64 + 32)."""
+    whole = padded(dim)
+    return min(whole, whole // 2 + padded(dim - whole // 2)) if dim > 16 else whole
+
+
 def _nothing_shared(tile: TileConfig, shape: Shape) -> int:
     return 0
 
@@ -119,13 +125,13 @@ def _nothing_shared(tile: TileConfig, shape: Shape) -> int:
 def triton_bytes(tile: TileConfig, shape: Shape) -> int:
     """Q once, and K and V for each stage; FP8 is charged as the 16-bit values it is decoded to."""
     q_bytes, kv_bytes = max(2, shape.q_bytes), max(2, shape.q_bytes, shape.kv_bytes)
-    head_dim, v_dim = padded(shape.head_dim), padded(shape.v_dim)
+    head_dim, v_dim = head_elements(shape.head_dim), head_elements(shape.v_dim)
     return tile.block_q * head_dim * q_bytes + tile.num_stages * tile.block_kv * (head_dim + v_dim) * kv_bytes
 
 
 def triton_decode_bytes(tile: TileConfig, shape: Shape) -> int:
     """As `triton_bytes`, but FP8 waits in the ring as it is, and one tile of it is decoded to 16 bits at a time."""
-    head_dim, v_dim = padded(shape.head_dim), padded(shape.v_dim)
+    head_dim, v_dim = head_elements(shape.head_dim), head_elements(shape.v_dim)
     key_elements = tile.block_kv * (head_dim + v_dim)
     decoded = 2 * key_elements if shape.kv_bytes == 1 else 0
     return tile.block_q * head_dim * max(2, shape.q_bytes) + tile.num_stages * key_elements * shape.kv_bytes + decoded
@@ -151,6 +157,16 @@ _NARROW = (1, 2)
 _SM80_PREFILL = Policy(
     shared_bytes=triton_bytes,
     tables=(
+        Table(
+            90,
+            227 * KIB,
+            _rows(
+                (_NARROW, 64, _tile(128, 64, 4, 3), "measured: H200, causal 2x4096 407 TFLOP/s, 8 warps 401"),
+                (_NARROW, 128, _tile(128, 64, 4, 2), "measured: H200, causal 2x4096 482 TFLOP/s, 8 warps in 3 stages 443"),
+                (_NARROW, 192, _tile(128, 64, 8, 3), "measured: H200, 192/128 causal 2x4096 441 TFLOP/s, 2 stages 372"),
+                (_NARROW, 256, _tile(128, 64, 8, 2), "measured: H200, causal 1x8192 468 TFLOP/s, 32 keys in 3 stages 446"),
+            ),
+        ),
         Table(
             80,
             163 * KIB,
@@ -307,15 +323,15 @@ def _policy_of(family: str, arch: int, shared_memory: int) -> tuple[TileConfig |
 @lru_cache(maxsize=4096)
 def _largest_fitting(family: str, arch: int, shared_memory: int, shape: Shape) -> TileConfig | None:
     policy = POLICIES[family]
-    tiles = (_clipped(policy, tile, shape) for tile in (*_row_tiles(policy, arch, shape), *policy.safe_tiles))
+    tiles = (_clipped(policy, tile, shape) for tile in (*_row_tiles(policy, arch, shared_memory, shape), *policy.safe_tiles))
     return next((tile for tile in tiles if policy.shared_bytes(tile, shape) <= shared_memory), None)
 
 
-def _row_tiles(policy: Policy, arch: int, shape: Shape) -> Iterable[TileConfig]:
-    """The tile each table of the device's capability or an older one has for the shape."""
+def _row_tiles(policy: Policy, arch: int, shared_memory: int, shape: Shape) -> Iterable[TileConfig]:
+    """The tile that each table for the device's capability or an older one, and for its memory or less, has for the shape."""
     head_dim = max(shape.head_dim, shape.v_dim)
     for table in policy.tables:
-        if table.min_arch <= arch:
+        if table.min_arch <= arch and table.shared_memory <= shared_memory:
             rows = (r for r in table.rows if r.q_bytes == shape.q_bytes and head_dim <= r.max_head_dim)
             rows = (r for r in rows if r.kv_bytes in (None, shape.kv_bytes))
             row = min(rows, key=lambda r: (r.kv_bytes is None, r.max_head_dim), default=None)

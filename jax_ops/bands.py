@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -182,6 +182,7 @@ def _attend_reversed(rules: Rules, operands: Operands, band: Band, return_lse: b
     return _reversed(o, q_lengths), None if lse is None else _reversed(lse, q_lengths)
 
 
+@jax.jit
 def _reversed(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """X (B, S, ...) with the first `lengths` rows of each sequence in reverse order; its own inverse."""
     if lengths is None:
@@ -194,40 +195,41 @@ def _reversed(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
 
 
 def _attend_masked(rules: Rules, operands: Operands, band: Band, bias: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
-    """A call with a mask or a bias, by XLA: band and lengths join the mask."""
-    q, k, v = operands[:3]
+    """A call with a mask or a bias, by XLA."""
+    q, k = operands[:2]
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     given = {name: _score_array(rules.op, name, x, scores) for name, x in (("bias", bias), ("mask", mask)) if x is not None}
     _check_masked(rules, operands, " and a ".join(given))
+    scale = checks.static_number(rules.op, "scale", rules.scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    softcap = checks.static_softcap(rules.op, rules.softcap)
     _log_masked(rules.op, scores, " and a ".join(given))
-    seen = given.get("mask")
-    i, j = jnp.arange(scores[2], dtype=jnp.int32), jnp.arange(scores[3], dtype=jnp.int32)
-    between = j[None, :] - i[:, None]
-    for bound, holds in ((band.low, jnp.greater_equal), (band.high, jnp.less_equal)):
-        if bound is not None:
-            seen = _both(seen, holds(between, bound)[None, None])
+    return _masked(band, scale, softcap, operands, given.get("bias"), given.get("mask"))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _masked(
+    band: Band, scale: float, softcap: float | None, operands: Operands, bias: jax.Array | None, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`masked_attention` with band and lengths in the mask, and zeros for what lies past the lengths."""
+    q, k, v = operands[:3]
+    i, j = jnp.arange(q.shape[1], dtype=jnp.int32), jnp.arange(k.shape[1], dtype=jnp.int32)
+    seen = [] if mask is None else [mask]
+    between = (j[None, :] - i[:, None])[None, None]
+    if band.low is not None:
+        seen.append(between >= band.low)
+    if band.high is not None:
+        seen.append(between <= band.high)
     if operands.q_lengths is not None:
         real = i[None] < operands.q_lengths[:, None]
-        q, seen = jnp.where(real[..., None, None], q, 0), _both(seen, real[:, None, :, None])
+        q = jnp.where(real[..., None, None], q, 0)
+        seen.append(real[:, None, :, None])
     if operands.kv_lengths is not None:
         real = j[None] < operands.kv_lengths[:, None]
         k, v = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
-        seen = _both(seen, real[:, None, None, :])
-    scale = checks.static_number(rules.op, "scale", rules.scale)
-    return masked_attention(
-        q,
-        k,
-        v,
-        mask=seen,
-        bias=given.get("bias"),
-        sinks=operands.sinks,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=checks.static_softcap(rules.op, rules.softcap),
-    )
-
-
-def _both(a: jax.Array | None, b: jax.Array) -> jax.Array:
-    return b if a is None else a & b
+        seen.append(real[:, None, None, :])
+    mask = reduce(jnp.logical_and, seen) if seen else None
+    return masked_attention(q, k, v, mask=mask, bias=bias, sinks=operands.sinks, scale=scale, softcap=softcap)
 
 
 def _score_array(op: str, name: str, x: Any, scores: tuple[int, ...]) -> jax.Array:

@@ -132,7 +132,7 @@ def dot_product_attention(
     )
     rules = Rules(op, scale, softcap, implementation or build, kernel_map, device, interpret)
     o, lse = attend(rules, operands, band, bias, mask, returns_residual)
-    shape = jnp.shape(query)[:-1]
+    shape = np.shape(query)[:-1]
     o = o.reshape(*shape, o.shape[-1])
     return (o, lax.stop_gradient(lse.astype(o.dtype)).reshape(shape)) if returns_residual else o
 

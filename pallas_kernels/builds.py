@@ -17,10 +17,13 @@ Launch = Callable[..., tuple[Any, ...]]
 _MODULES = {
     "prefill": {"xla": "pallas_kernels.xla.prefill", "sm80": "pallas_kernels.sm80.prefill"},
     "decode": {"xla": "pallas_kernels.xla.decode", "sm80": "pallas_kernels.sm80.decode"},
-    "paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged"},
+    "decode_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged"},
+    "prefill_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged_prefill"},
+    "append_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.append"},
 }
 # Builds are named after targets, not after technology: where no Mosaic kernel is faster yet, an sm90 build launches Triton code.
-_MODULES = {room: {**modules, "sm90": modules["sm80"]} for room, modules in _MODULES.items()}
+_MODULES = {slot: {**modules, "sm90": modules["sm80"]} for slot, modules in _MODULES.items()}
+_FUNCTIONS = {"decode": "decode", "decode_paged": "paged_decode", "prefill_paged": "paged_prefill", "append_paged": "append"}
 
 
 @lru_cache(maxsize=256)
@@ -36,12 +39,8 @@ def launch_function(key: str, build: str) -> Launch:
     if key in SLOTS["prefill"]:
         module = import_module(_MODULES["prefill"][build])
         return _prefill(module.dense_prefill, module.packed_prefill)
-    if key in SLOTS["decode"]:
-        return import_module(_MODULES["decode"][build]).decode
-    paged = import_module(_MODULES["paged"][build])
-    if key in SLOTS["decode_paged"]:
-        return paged.paged_decode
-    return paged.paged_prefill if key in SLOTS["prefill_paged"] else paged.append
+    slot = next(slot for slot in _FUNCTIONS if key in SLOTS[slot])
+    return getattr(import_module(_MODULES[slot][build]), _FUNCTIONS[slot])
 
 
 def _prefill(dense: Launch, packed: Launch) -> Launch:

@@ -14,11 +14,22 @@ MIN_DOT = 16  # the smallest edge of a Triton dot
 
 
 class Chunk(NamedTuple):
-    """Part of a head: first element, elements in the block (a power of two), and how many of them exist."""
+    """Part of a head: first element, elements in the block (a power of two), and how many of them exist.
+
+    With a stride, elements are counted in strides, and those meant leave the remainder `phase`.
+    """
 
     start: int
     width: int
     used: int
+    stride: int = 1
+    phase: int = 0
+
+    @property
+    def columns(self) -> jax.Array:
+        """The block's elements."""
+        column = self.start + iota(self.width)
+        return column if self.stride == 1 else column * self.stride + self.phase
 
 
 def head_chunks(dim: int, widest: int | None = None) -> tuple[Chunk, ...]:
@@ -56,7 +67,7 @@ def place(rows: jax.Array, head: jax.Array, chunk: Chunk) -> tuple[jax.Array, ..
     """Indices (rows, chunk.width) of a chunk of a head (one, or one per row)."""
     shape = (rows.shape[0], chunk.width)
     head = lax.broadcast_in_dim(head, shape, (0,)) if head.ndim else head
-    return lax.broadcast_in_dim(rows, shape, (0,)), head, lax.broadcast_in_dim(chunk.start + iota(chunk.width), shape, (1,))
+    return lax.broadcast_in_dim(rows, shape, (0,)), head, lax.broadcast_in_dim(chunk.columns, shape, (1,))
 
 
 def existing(live: jax.Array | None, rows: int, chunk: Chunk) -> jax.Array | None:

@@ -46,7 +46,7 @@ def prefill_paged(length):
 def gradient(make):
     def of(length):
         op, args = make(length)
-        return jax.grad(lambda *a: op(*a).sum(), argnums=(0, 1, 2)), args
+        return jax.grad(lambda *a: jnp.sin(op(*a)).sum(), argnums=(0, 1, 2)), args
 
     return of
 
@@ -66,13 +66,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_twice_the_length_takes_about_twice_the_memory(name):
     sizes = []
-    for length in (1024, 2048):
+    for length in (2048, 4096):
         function, args = CASES[name](length)
         donated = {"donate_argnums": (3, 4)} if name == "prefill_paged" else {}
         sizes.append(temporaries(function, *args, **donated))
-    assert sizes[1] < 2.5 * max(sizes[0], 4096)
-    scores = HEADS[0] * 2048 * 2048 * 4
-    assert sizes[1] < scores / 4
+    assert sizes[1] < 2.5 * sizes[0]
+    assert sizes[1] < HEADS[0] * 4096**2 * 4 / 8  # an eighth of the scores
 
 
 def test_remat_keeps_the_gradient_of_a_stack_of_layers_linear():
@@ -81,7 +80,7 @@ def test_remat_keeps_the_gradient_of_a_stack_of_layers_linear():
         step = jax.checkpoint(lambda x, k, v: x + layer(x, k, v))
 
         def loss(q, k, v):
-            return jax.lax.scan(lambda x, _: (step(x, k, v), None), q, None, length=3)[0].sum()
+            return jax.lax.scan(lambda x, _: (step(x, k, v), None), jnp.sin(q), None, length=3)[0].sum()
 
         return temporaries(jax.grad(loss), *args)
 

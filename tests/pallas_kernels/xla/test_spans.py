@@ -44,7 +44,9 @@ def test_padded_batches_and_packs_see_what_each_request_alone_sees(is_causal, wi
 @pytest.mark.parametrize("window", [None, (2, None)], ids=str)
 def test_decode_sees_the_last_rows_of_the_whole_sequence(window):
     lengths = np.array([0, 1, 2, 9], np.int32)
-    seen = seen_from(facts(True, window), last_positions(jnp.asarray(lengths), 3), jnp.asarray(lengths)[:, None], is_causal=True)
+    seen = seen_from(
+        facts(True, window), last_positions(jnp.asarray(lengths), 3), jnp.asarray(lengths)[:, None], is_causal=True
+    )
     for row, length in zip(mask(seen, 9), lengths):
         np.testing.assert_array_equal(row[:, :length], oracle.visible_keys(3, length, True, window))
         assert not row[:, length:].any()
