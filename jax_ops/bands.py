@@ -239,7 +239,9 @@ def _score_array(op: str, name: str, x: Any, scores: tuple[int, ...]) -> jax.Arr
     if x.ndim > 4 or any(n not in (1, full) for n, full in zip(x.shape[::-1], scores[::-1], strict=False)):
         raise checks.fail(op, name, f"has shape {x.shape}", rule)
     if name == "mask" and x.dtype != bool:
-        raise checks.wrong_type(op, name, f"has element type {x.dtype}", "bool", "Pass what is to be added to the scores as bias.")
+        raise checks.wrong_type(
+            op, name, f"has element type {x.dtype}", "bool", "Pass what is to be added to the scores as bias."
+        )
     if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
         raise checks.wrong_type(op, name, f"has element type {x.dtype}", "a float type")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -249,9 +251,13 @@ def _check_masked(rules: Rules, operands: Operands, given: str) -> None:
     """Options that ask for what only kernels can do."""
     remedy = "A causal mask, a window and padding have arguments of their own, which kernels serve."
     if rules.build not in (None, "xla"):
-        raise checks.fail(rules.op, "build", f"is {rules.build!r} with a {given}", "None or 'xla', which alone serves it", remedy)
+        raise checks.fail(
+            rules.op, "build", f"is {rules.build!r} with a {given}", "None or 'xla', which alone serves it", remedy
+        )
     if rules.kernel_map:
-        raise checks.fail(rules.op, "kernel_map", f"is given with a {given}", "None: no kernel is asked for such a call", remedy)
+        raise checks.fail(
+            rules.op, "kernel_map", f"is given with a {given}", "None: no kernel is asked for such a call", remedy
+        )
     if target(rules.op, rules.device, rules.interpret, {"q": operands.q})["interpret"]:
         raise checks.fail(rules.op, "interpret", f"is True with a {given}", "False: no kernel serves such a call", remedy)
 

@@ -1,13 +1,14 @@
 """What a call must be before anything is traced: shapes, element types, static options. Each error names the argument,
-what came, and what is accepted."""
+what came, and what is accepted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from dispatch_core import FLOAT8, HALF_TYPES, Window
 from jax_ops.signature import SIGNATURES, Signature, axis_words
@@ -36,7 +37,7 @@ def is_array(value: object) -> bool:
 def check_static(op: str, options: Mapping[str, Any]) -> None:
     """Refuses tracers and arrays among the options that decide the compiled program."""
     for name, value in options.items():
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             raise wrong_type(
                 op, name, f"is a tracer of type {value.aval}", "a static Python value", f"Mark {name} static, or close over it."
             )
@@ -94,7 +95,7 @@ def static_window(op: str, window: Any) -> Window | None:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise wrong_type(op, "window", f"is {window!r}", "a pair (left, right) of ints or None")
     for side, value in zip(("left", "right"), window, strict=True):
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             raise wrong_type(op, "window", f"has a tracer as its {side} bound", "static ints", "Close over the bounds.")
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
             raise wrong_type(op, "window", f"has {value!r} as its {side} bound", "an int or None")
@@ -122,7 +123,9 @@ def check_shapes(op: str, slot: str, arrays: Mapping[str, Any]) -> dict[str, int
         for axis, size in given:
             if axis in sizes and sizes[axis] != size:
                 word = axis_words(axis).strip("(),")
-                raise fail(op, name, f"has shape {tuple(array.shape)}, so {word} is {size}", f"{sizes[axis]}, as in {seen_in[axis]}")
+                raise fail(
+                    op, name, f"has shape {tuple(array.shape)}, so {word} is {size}", f"{sizes[axis]}, as in {seen_in[axis]}"
+                )
             sizes[axis], seen_in[axis] = size, seen_in.get(axis, name)
     for axis in ("hg", "h", "d", "e", "n", "m", "p"):
         if sizes.get(axis) == 0:
@@ -173,9 +176,20 @@ def check_types(op: str, arrays: Mapping[str, Any]) -> None:
                 raise wrong_type(op, name, f"has element type {came}", f"{dtype}, as {leader} has")
         elif name in ("k_pages", "v_pages") and came not in (dtype, FLOAT8):
             raise wrong_type(op, name, f"has element type {came}", f"{dtype}, as {leader} has, or {FLOAT8}")
-        elif name in ("q_lengths", "kv_lengths", "cache_lengths", "lengths", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "page_table"):
+        elif name in (
+            "q_lengths",
+            "kv_lengths",
+            "cache_lengths",
+            "lengths",
+            "cu_seqlens",
+            "cu_seqlens_q",
+            "cu_seqlens_kv",
+            "page_table",
+        ):
             if came not in _INTEGERS:
-                raise wrong_type(op, name, f"has element type {came}", "an integer type, int32 or int64", "Cast it with .astype(jnp.int32).")
+                raise wrong_type(
+                    op, name, f"has element type {came}", "an integer type, int32 or int64", "Cast it with .astype(jnp.int32)."
+                )
         elif name in ("sinks", "inv_freq", "q_scale", "k_scale", "v_scale") and came not in _FLOATS:
             raise wrong_type(op, "rope.inv_freq" if name == "inv_freq" else name, f"has element type {came}", "float32")
     for first, second in (("k", "v"), ("k_pages", "v_pages"), ("k_new", "v_new")):
@@ -185,4 +199,6 @@ def check_types(op: str, arrays: Mapping[str, Any]) -> None:
     if str(arrays[cache].dtype) != FLOAT8:
         for name in ("q_scale", "k_scale", "v_scale"):
             if name in arrays:
-                raise fail(op, name, f"is given and {cache} is {arrays[cache].dtype}", f"{FLOAT8} data to scale", f"Drop {name}.")
+                raise fail(
+                    op, name, f"is given and {cache} is {arrays[cache].dtype}", f"{FLOAT8} data to scale", f"Drop {name}."
+                )

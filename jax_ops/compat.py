@@ -260,7 +260,9 @@ def _window(op: str, window: Any) -> tuple[int | None, int | None]:
         raise checks.wrong_type(op, "local_window_size", f"is {window!r}", "an int, or a pair (left, right)")
     for side in pair:
         if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
-            raise checks.wrong_type(op, "local_window_size", f"is {window!r}", "an int, or a pair (left, right) of ints, static")
+            raise checks.wrong_type(
+                op, "local_window_size", f"is {window!r}", "an int, or a pair (left, right) of ints, static"
+            )
         if side < 0:
             raise checks.fail(op, "local_window_size", f"is {window!r}", "ints of 0 or more, or None for no window")
     return int(pair[0]), int(pair[1])

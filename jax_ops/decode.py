@@ -87,4 +87,3 @@ def gqa_decode(
         device=device,
         interpret=interpret,
     )
-

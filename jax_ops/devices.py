@@ -6,13 +6,14 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from dispatch_core import DEVICES, Device, device_named
 from jax_ops import checks
 
 
 @lru_cache(maxsize=64)
-def device_from_jax(device: jax.Device) -> Device:
+def device_from_jax(device: Any) -> Device:
     """The record of a device JAX sees: what the runtime reports, and from the known devices only what it does not tell.
 
     The known device that fills the gaps is the one named in `device_kind`, else one of the same capability. So a MIG slice,
@@ -39,7 +40,7 @@ def device_from_jax(device: jax.Device) -> Device:
     )
 
 
-def _off_cuda(device: jax.Device) -> Device:
+def _off_cuda(device: Any) -> Device:
     cpu = DEVICES["CPU"]
     if device.platform == "cpu":
         return cpu
@@ -69,18 +70,18 @@ def resolve_device(op: str, device: str | Device | None, arrays: dict[str, Any])
     if device is not None:
         raise checks.wrong_type(op, "device", f"is {device!r}", "a name, a dispatch_core.Device, or None")
     for array in arrays.values():
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        if isinstance(array, jax.Array) and not isinstance(array, Tracer):
             return device_from_jax(next(iter(array.devices())))
     return device_from_jax(_default_device())
 
 
 @lru_cache(maxsize=1)
-def _first_gpu() -> jax.Device | None:
+def _first_gpu() -> Any:
     try:
         return jax.devices("gpu")[0]
     except RuntimeError:
         return None
 
 
-def _default_device() -> jax.Device:
+def _default_device() -> Any:
     return _first_gpu() or jax.devices()[0]

@@ -17,8 +17,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
-from dispatch_core import CATALOGUE, DEVICES, SLOTS, AttentionCall, Choice, Device, Explanation, Kernel, choose, select_tile_config
+from dispatch_core import (
+    CATALOGUE,
+    DEVICES,
+    SLOTS,
+    AttentionCall,
+    Choice,
+    Device,
+    Explanation,
+    Kernel,
+    choose,
+    select_tile_config,
+)
 from dispatch_core import explain as explain_call
 from jax_ops import checks, gradients, sharding
 from jax_ops.devices import resolve_device
@@ -71,7 +83,9 @@ def freeze_kernel_map(op: str, slot: str, kernel_map: Mapping[str, Kernel] | Non
     for key, kernel in (kernel_map or {}).items():
         if key not in SLOTS[slot]:
             nearest = difflib.get_close_matches(str(key), SLOTS[slot], n=1, cutoff=0.0)[0]
-            raise checks.fail(op, "kernel_map", f"has the key {key!r}", f"one of {', '.join(SLOTS[slot])}", f"Did you mean {nearest!r}?")
+            raise checks.fail(
+                op, "kernel_map", f"has the key {key!r}", f"one of {', '.join(SLOTS[slot])}", f"Did you mean {nearest!r}?"
+            )
         if not isinstance(kernel, Kernel):
             raise checks.wrong_type(op, f"kernel_map[{key!r}]", f"is {kernel!r}", "a dispatch_core.Kernel")
     return tuple(sorted((kernel_map or {}).items(), key=lambda item: item[0]))
@@ -96,7 +110,7 @@ def run(invocation: Invocation) -> Any:
 
 
 def _refuse_host_arrays(request: Request, arrays: Arrays) -> None:
-    if any(isinstance(a, jax.core.Tracer) for a in arrays.values()):
+    if any(isinstance(a, Tracer) for a in arrays.values()):
         return
     devices = {d.platform for a in arrays.values() if isinstance(a, jax.Array) for d in a.devices()} or {jax.default_backend()}
     if devices == {"cpu"}:
@@ -128,7 +142,7 @@ def _without_work(request: Request, arrays: Arrays, results: tuple[str, ...]) ->
     """What a call without queries or without keys returns: rows that see nothing, and pools as they came."""
     outputs: Arrays = {name: arrays[name] for name in ("k_pages", "v_pages") if name in results}
     if "o" in results:
-        q, v = arrays["q"], arrays.get("v", arrays.get("v_pages"))
+        q, v = arrays["q"], arrays["v" if "v" in arrays else "v_pages"]
         default = jnp.bfloat16 if str(q.dtype).startswith("float8") else q.dtype
         outputs["o"] = jnp.zeros((*q.shape[:-1], v.shape[-1]), request.out_dtype or default)
         empty = arrays.get("sinks", jnp.float32(-jnp.inf))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import Tracer
 import numpy as np
 
 from jax_ops import checks
@@ -151,13 +152,20 @@ def check_paged_inputs(
     capacity = table.shape[1] * page_size
     _check_lengths(op, old, capacity)
     for b in np.flatnonzero(old + new > capacity):
-        raise checks.fail(op, "kv_lengths", f"of sequence {b} is {old[b]}, with {new[b]} new tokens", f"room in the {capacity} of the capacity")
+        raise checks.fail(
+            op,
+            "kv_lengths",
+            f"of sequence {b} is {old[b]}, with {new[b]} new tokens",
+            f"room in the {capacity} of the capacity",
+        )
     entry = np.arange(table.shape[1])
     used = entry < -(-(old + new) // page_size)[:, None]
     written = used & (entry >= (old // page_size)[:, None]) & (new > 0)[:, None]
     for b, i in np.argwhere(used & ((table < 0) | (table >= pages))):
         remedy = "It is written by this call." if written[b, i] else ""
-        raise checks.fail(op, "page_table", f"of sequence {b}, entry {i}, is {table[b, i]}", f"0 to {pages - 1}, a page", remedy)
+        raise checks.fail(
+            op, "page_table", f"of sequence {b}, entry {i}, is {table[b, i]}", f"0 to {pages - 1}, a page", remedy
+        )
     _check_distinct(op, table, used, written, checks.static_bool(op, "allow_shared", allow_shared))
 
 
@@ -169,9 +177,11 @@ def _check_arrays(op: str, slot: str, arrays: dict[str, Any]) -> None:
 def _values(op: str, arrays: dict[str, Any], *names: str) -> dict[str, np.ndarray]:
     """The values of the arrays that are read, as int64."""
     for name in names:
-        if isinstance(arrays.get(name), jax.core.Tracer):
+        if isinstance(arrays.get(name), Tracer):
             remedy = "Call it outside jit, grad, vmap and scan, on the arrays that go in."
-            raise checks.wrong_type(op, name, f"is a tracer of type {arrays[name].aval}", "a concrete array, whose values can be read", remedy)
+            raise checks.wrong_type(
+                op, name, f"is a tracer of type {arrays[name].aval}", "a concrete array, whose values can be read", remedy
+            )
     return {name: np.asarray(arrays[name]).astype(np.int64) for name in names if name in arrays}
 
 

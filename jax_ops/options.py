@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dispatch_core import BACKENDS, FLOAT8, Device, Kernel, RopeFacts
+from dispatch_core import BACKENDS, FLOAT8, Device, Kernel, RopeFacts, Window
 from jax_ops import checks
 from jax_ops.dispatch import freeze_kernel_map, target
 from jax_ops.request import Arrays, Invocation, Request
@@ -56,7 +56,9 @@ def common(
     static = {"build": build, "kernel_map": kernel_map, "device": device, "interpret": interpret, **options}
     checks.check_static(op, static)
     if kernel_map is not None and not isinstance(kernel_map, Mapping):
-        raise checks.wrong_type(op, "kernel_map", f"is {kernel_map!r}", "a mapping of dispatch keys to dispatch_core.Kernel, or None")
+        raise checks.wrong_type(
+            op, "kernel_map", f"is {kernel_map!r}", "a mapping of dispatch keys to dispatch_core.Kernel, or None"
+        )
     checks.check_shapes(op, slot, arrays)
     checks.check_types(op, arrays)
     window = checks.static_window(op, options.get("window"))
@@ -89,15 +91,22 @@ def common(
 
 def _check_request(op: str, backend: str, *, is_fp8: bool, window: Any, is_uniform: bool) -> None:
     """Requests that contradict themselves are errors before any kernel is asked."""
-    has_window = window is not None and (window.left is not None or window.right is not None)
+    sides = None if window is None or window == Window() else (window.left, window.right)
     if is_fp8 and backend not in ("auto", "fp8"):
         raise checks.fail(op, "backend", f"is {backend!r} and q is {FLOAT8}", "auto or fp8 for FP8 inputs")
     if backend == "fp8" and not is_fp8:
         raise checks.fail(op, "backend", "is 'fp8' and q is not FP8", f"{FLOAT8} q, k and v")
-    if has_window and backend not in ("auto", "sliding_window"):
-        raise checks.fail(op, "backend", f"is {backend!r} and window is ({window.left}, {window.right})", "auto or sliding_window with a window")
-    if backend == "sliding_window" and not has_window:
-        raise checks.fail(op, "backend", "is 'sliding_window' and there is no window", "window=(left, right) with at least one bound")
+    if sides is not None and backend not in ("auto", "sliding_window"):
+        raise checks.fail(
+            op,
+            "backend",
+            f"is {backend!r} and window is {sides}",
+            "auto or sliding_window with a window",
+        )
+    if backend == "sliding_window" and sides is None:
+        raise checks.fail(
+            op, "backend", "is 'sliding_window' and there is no window", "window=(left, right) with at least one bound"
+        )
     if backend == "dense" and not is_uniform:
         raise checks.fail(op, "backend", "is 'dense' and the sequences are ragged", "auto or varlen for ragged sequences")
 

@@ -75,8 +75,16 @@ def gqa_decode_paged(
     Example:
       >>> import jax.numpy as jnp
       >>> pool, table = jnp.zeros((8, 4, 2, 16)), jnp.array([[0, 3], [5, -1]])
-      >>> step = gqa_decode_paged(jnp.ones((2, 6, 16)), pool, pool, table, jnp.array([4, 0]),
-      ...                         k_new=jnp.ones((2, 2, 16)), v_new=jnp.ones((2, 2, 16)), rope=Rope(max_position=8))
+      >>> step = gqa_decode_paged(
+      ...     jnp.ones((2, 6, 16)),
+      ...     pool,
+      ...     pool,
+      ...     table,
+      ...     jnp.array([4, 0]),
+      ...     k_new=jnp.ones((2, 2, 16)),
+      ...     v_new=jnp.ones((2, 2, 16)),
+      ...     rope=Rope(max_position=8),
+      ... )
       >>> [x.shape for x in step]
       [(2, 6, 16), (8, 4, 2, 16), (8, 4, 2, 16)]
     """
@@ -176,8 +184,15 @@ def gqa_prefill_paged(
       >>> import jax.numpy as jnp
       >>> pool, table = jnp.zeros((8, 4, 2, 16)), jnp.array([[0, 3], [5, -1]])
       >>> o, k_pages, v_pages = gqa_prefill_paged(
-      ...     jnp.ones((7, 6, 16)), jnp.ones((7, 2, 16)), jnp.ones((7, 2, 16)), pool, pool, table,
-      ...     cu_seqlens_q=jnp.array([0, 5, 7]), cache_lengths=jnp.array([3, 0]))
+      ...     jnp.ones((7, 6, 16)),
+      ...     jnp.ones((7, 2, 16)),
+      ...     jnp.ones((7, 2, 16)),
+      ...     pool,
+      ...     pool,
+      ...     table,
+      ...     cu_seqlens_q=jnp.array([0, 5, 7]),
+      ...     cache_lengths=jnp.array([3, 0]),
+      ... )
       >>> int(k_pages[0, 3, 0, 0]), int(k_pages[0, 2, 0, 0])
       (1, 0)
     """

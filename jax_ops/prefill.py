@@ -92,7 +92,15 @@ def gqa_prefill(
     """
     name, slot = "gqa_prefill", "prefill"
     arrays = present(
-        q=q, k=k, v=v, q_lengths=q_lengths, kv_lengths=kv_lengths, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks
+        q=q,
+        k=k,
+        v=v,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
     )
     is_uniform = q_lengths is None and kv_lengths is None
     return common(

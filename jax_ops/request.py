@@ -130,7 +130,7 @@ def normalise(request: Request, arrays: Arrays) -> Arrays:
         for name in ("q", "k_new", "v_new"):
             if name in out and out[name].ndim == 3:
                 out[name] = out[name][:, None]
-    tokens = out.get("q", out.get("k")).shape[-3]
+    tokens = out["q" if "q" in out else "k"].shape[-3]
     if "page_table" in out:
         keys = out["page_table"].shape[1] * out["k_pages"].shape[1]
         if out["page_table"].dtype != jnp.int32:
@@ -154,5 +154,5 @@ def normalise(request: Request, arrays: Arrays) -> Arrays:
 
 def _scale_shape(arrays: Arrays) -> tuple[int, int]:
     bounds = arrays.get("cu_seqlens_q", arrays.get("cu_seqlens"))
-    kv_heads = arrays.get("k_pages", arrays.get("k")).shape[-2]
+    kv_heads = arrays["k_pages" if "k_pages" in arrays else "k"].shape[-2]
     return (arrays["q"].shape[0] if bounds is None else bounds.shape[0] - 1, kv_heads)

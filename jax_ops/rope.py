@@ -57,13 +57,19 @@ def rope_facts(op: str, rope: Rope | None, head_dim: int) -> tuple[RopeFacts | N
     max_position = checks.static_length(op, "rope.max_position", rope.max_position)
     if max_position is None:
         raise checks.fail(
-            op, "rope.max_position", "is None", "the number of positions to allow for", "The cache's capacity per sequence will do."
+            op,
+            "rope.max_position",
+            "is None",
+            "the number of positions to allow for",
+            "The cache's capacity per sequence will do.",
         )
     rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     if isinstance(rotary_dim, bool) or not isinstance(rotary_dim, (int, np.integer)):
         raise checks.wrong_type(op, "rope.rotary_dim", f"is {rotary_dim!r}", "a Python int or None")
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
-        raise checks.fail(op, "rope.rotary_dim", f"is {rotary_dim}", f"a positive even int of at most head_dim, which is {head_dim}")
+        raise checks.fail(
+            op, "rope.rotary_dim", f"is {rotary_dim}", f"a positive even int of at most head_dim, which is {head_dim}"
+        )
     if rope.style not in ROPE_STYLES:
         raise checks.fail(op, "rope.style", f"is {rope.style!r}", f"one of {', '.join(ROPE_STYLES)}")
     facts = RopeFacts(int(rotary_dim), max_position, rope.style)
@@ -74,7 +80,9 @@ def _frequencies(op: str, rope: Rope, rotary_dim: int) -> Any:
     if rope.inv_freq is not None:
         inv_freq = rope.inv_freq if checks.is_array(rope.inv_freq) else np.asarray(rope.inv_freq, np.float32)
         if inv_freq.shape != (rotary_dim // 2,):
-            raise checks.fail(op, "rope.inv_freq", f"has shape {inv_freq.shape}", f"({rotary_dim // 2},), half of rotary_dim {rotary_dim}")
+            raise checks.fail(
+                op, "rope.inv_freq", f"has shape {inv_freq.shape}", f"({rotary_dim // 2},), half of rotary_dim {rotary_dim}"
+            )
         return inv_freq
     theta = checks.static_number(op, "rope.theta", rope.theta)
     if theta is None or theta <= 0:

@@ -33,7 +33,7 @@ def rule(signature: Signature, names: tuple[str, ...], results: tuple[str, ...])
         result_axes = [signature.outputs[name] for name in results]
         in_order = " ".join((*operand_axes, *result_axes)).replace("hg", "h g").split()
         split = signature.split_axes(names)
-        sizes = {"g": size["hg"] // size["h"]} if "hg" in size else {}
+        sizes: dict[str, Any] = {"g": size["hg"] // size["h"]} if "hg" in size else {}
         return SdyShardingRule(
             operand_mappings=tuple(map(mapping, operand_axes)),
             result_mappings=tuple(map(mapping, result_axes)),
@@ -76,7 +76,9 @@ def under_explicit_mesh(run: Callable[[Arrays], tuple[Any, ...]], request: Reque
     split = _split_of(axes[names[0]], jax.typeof(leader).sharding.spec, size, signature.split_axes(names), mesh)
     results = signature.results(names, request.return_lse)
     squeezed = axes[names[0]] != signature.inputs[names[0]]
-    out_axes = [signature.outputs[n].replace("t ", "", 1) if squeezed and n in ("o", "lse") else signature.outputs[n] for n in results]
+    out_axes = [
+        signature.outputs[n].replace("t ", "", 1) if squeezed and n in ("o", "lse") else signature.outputs[n] for n in results
+    ]
     mapped = jax.shard_map(
         run,
         mesh=mesh,
@@ -87,7 +89,9 @@ def under_explicit_mesh(run: Callable[[Arrays], tuple[Any, ...]], request: Reque
     return mapped(arrays)
 
 
-def _split(signature: Signature, names: tuple[str, ...], spec: Spec, shapes: tuple[tuple[int, ...], ...], mesh: Any) -> dict[str, Any]:
+def _split(
+    signature: Signature, names: tuple[str, ...], spec: Spec, shapes: tuple[tuple[int, ...], ...], mesh: Any
+) -> dict[str, Any]:
     return _split_of(signature.inputs[names[0]], spec, signature.sizes(names, shapes), signature.split_axes(names), mesh)
 
 

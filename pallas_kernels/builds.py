@@ -21,7 +21,7 @@ _MODULES = {
     "prefill_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged_prefill"},
     "append_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.append"},
 }
-# Builds are named after targets, not after technology: where no Mosaic kernel is faster yet, an sm90 build launches Triton code.
+# Builds are named after targets, not technology: an sm90 build launches Triton code where no Mosaic kernel is faster yet.
 _MODULES = {slot: {**modules, "sm90": modules["sm80"]} for slot, modules in _MODULES.items()}
 _FUNCTIONS = {"decode": "decode", "decode_paged": "paged_decode", "prefill_paged": "paged_prefill", "append_paged": "append"}
 

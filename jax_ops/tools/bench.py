@@ -140,7 +140,8 @@ def _own(args: argparse.Namespace) -> Workload:
 
 
 def _line(row: dict[str, Any]) -> str:
-    ours = f"{row['seconds'] * 1e6:10.1f} us {row['tflops']:7.1f} TFLOP/s {row['gb_per_s']:7.0f} GB/s {row['roofline_percent']:5.1f} %"
+    rates = f"{row['tflops']:7.1f} TFLOP/s {row['gb_per_s']:7.0f} GB/s {row['roofline_percent']:5.1f} %"
+    ours = f"{row['seconds'] * 1e6:10.1f} us {rates}"
     parts = []
     for name, rival in row["rivals"].items():
         if "seconds" in rival:

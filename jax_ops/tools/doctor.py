@@ -16,7 +16,17 @@ from dispatch_core import CATALOGUE, SLOTS, Explanation
 from jax_ops.devices import device_from_jax
 from jax_ops.tools.workloads import Workload
 
-PACKAGES = ("pallas-gqa", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "flax", "tokamax", "flash-attn3-jax")
+PACKAGES = (
+    "pallas-gqa",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "numpy",
+    "flax",
+    "tokamax",
+    "flash-attn3-jax",
+)
 SMALL = {
     "prefill": Workload("prefill", "prefill", 1, 128, 128, 8, 2, 64),
     "prefill_packed": Workload("prefill_packed", "prefill_packed", 2, 128, 128, 8, 2, 64, lengths=(128, 37)),

@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ragged", action="store_true", help="sequences of different lengths")
     parser.add_argument("--scale", type=float)
     parser.add_argument("--softcap", type=float)
-    parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="keys beside the query's own; -1: unbounded")
+    parser.add_argument(
+        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="keys beside the query's own; -1: unbounded"
+    )
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--page-size", type=int, default=64, help="in the paged slots")
     parser.add_argument("--kv-dtype", help="element type of the cache")

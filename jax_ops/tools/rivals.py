@@ -48,6 +48,8 @@ def _jax_nn(implementation: Any) -> Callable[[Workload], Run]:
         if work.q_len != work.kv_len and work.op == "prefill" and work.is_causal:
             raise Refused("its causal mask is top-left")
 
+        window: Any = work.window
+
         def run(arrays: dict[str, Any]) -> Any:
             q = arrays["q"][:, None] if work.op == "decode" else arrays["q"]
             return jax.nn.dot_product_attention(
@@ -55,7 +57,7 @@ def _jax_nn(implementation: Any) -> Callable[[Workload], Run]:
                 arrays["k"],
                 arrays["v"],
                 is_causal=work.is_causal and work.op == "prefill",
-                local_window_size=work.window,
+                local_window_size=window,
                 implementation=implementation,
             )
 
@@ -88,7 +90,12 @@ def _flash_attn3(work: Workload) -> Run:
         return lambda a: fa3.flash_mha_with_kvcache(a["q"][:, None], a["k"], a["v"], is_causal=True)
     if work.op == "decode_paged":
         return lambda a: fa3.flash_mha_with_kvcache(
-            a["q"][:, None], a["k_pages"], a["v_pages"], cache_seqlens=a["kv_lengths"], page_table=abs(a["page_table"]), is_causal=True
+            a["q"][:, None],
+            a["k_pages"],
+            a["v_pages"],
+            cache_seqlens=a["kv_lengths"],
+            page_table=abs(a["page_table"]),
+            is_causal=True,
         )
     raise Refused("it appends in a call of its own")
 

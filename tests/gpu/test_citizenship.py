@@ -15,7 +15,11 @@ def _normal(*shape, seed=0, dtype=jnp.bfloat16):
 
 
 def test_gradient_equals_the_xla_builds():
-    q, k, v = _normal(2, 300, 8, 64, dtype=jnp.float32), _normal(2, 300, 2, 64, seed=1, dtype=jnp.float32), _normal(2, 300, 2, 64, seed=2, dtype=jnp.float32)
+    q, k, v = (
+        _normal(2, 300, 8, 64, dtype=jnp.float32),
+        _normal(2, 300, 2, 64, seed=1, dtype=jnp.float32),
+        _normal(2, 300, 2, 64, seed=2, dtype=jnp.float32),
+    )
     loss = lambda build: jax.grad(lambda *a: jnp.sin(jax_ops.gqa_prefill(*a, build=build)).sum(), (0, 1, 2))(q, k, v)  # noqa: E731
     for got, want in zip(loss(None), loss("xla"), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -146,7 +147,7 @@ def test_remat_policies_can_save_output_and_lse_by_name(capsys):
     policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
     saved = {}
     for name, p in (("nothing", None), ("named", policy)):
-        jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(layer, policy=p), arrays["q"])
+        print_saved_residuals(jax.checkpoint(layer, policy=p), arrays["q"])
         saved[name] = [line for line in capsys.readouterr().out.splitlines() if "output of jitted function '_entry'" in line]
     assert saved["nothing"] == [] and len(saved["named"]) == 2
 
@@ -202,7 +203,10 @@ def test_sharded_over_batch_and_kv_heads(case, explicit):
     want = op(**arrays)
     mesh = _mesh(explicit)
     with jax.set_mesh(mesh):
-        placed = {n: jax.device_put(a, NamedSharding(mesh, s)) for (n, a), s in zip(arrays.items(), _specs(name, arrays).values(), strict=True)}
+        placed = {
+            n: jax.device_put(a, NamedSharding(mesh, s))
+            for (n, a), s in zip(arrays.items(), _specs(name, arrays).values(), strict=True)
+        }
         run = jax.jit(lambda a: op(**a))
         assert_same(run(placed), want)
         text = run.lower(placed).compile().as_text()
@@ -212,10 +216,17 @@ def test_sharded_over_batch_and_kv_heads(case, explicit):
 @pytest.mark.parametrize("name", ["prefill", "prefill_packed"])
 def test_sharded_gradient_needs_no_gather(name):
     op, arrays = OPS[name](np.random.default_rng(7))
-    grad = lambda a: jax.grad(lambda q, k, v: jnp.sin(op(**{**a, "q": q, "k": k, "v": v})[0]).sum(), (0, 1, 2))(a["q"], a["k"], a["v"])  # noqa: E731
+
+    def grad(a):
+        loss = lambda q, k, v: jnp.sin(op(**{**a, "q": q, "k": k, "v": v})[0]).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(a["q"], a["k"], a["v"])
+
     want = grad(arrays)
     mesh = _mesh(explicit=False)
-    placed = {n: jax.device_put(a, NamedSharding(mesh, s)) for (n, a), s in zip(arrays.items(), _specs(name, arrays).values(), strict=True)}
+    placed = {
+        n: jax.device_put(a, NamedSharding(mesh, s))
+        for (n, a), s in zip(arrays.items(), _specs(name, arrays).values(), strict=True)
+    }
     assert_same(jax.jit(grad)(placed), want)
     assert "all-gather" not in jax.jit(grad).lower(placed).compile().as_text()
 

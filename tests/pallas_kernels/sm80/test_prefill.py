@@ -94,7 +94,7 @@ def test_random_shapes(op: str, index: int) -> None:
 
 EDGES = {
     "gqa_prefill": (
-        "17x5", "113x203", "9x0", "three_lengths_full", "head_dim_72", "head_dim_88", "head_dims_192_128", "heads_10_2",
+        "17x5", "113x203", "9x0", "three_lengths", "head_dim_72", "head_dim_88", "head_dims_192_128", "heads_10_2",
         "heads_96_1", "window_0_0", "window_-1_3", "window_64_0_full_200",
         "softcap_of_large_scores", "large_float16", "large_bfloat16", "sink_against_equal_scores", "huge_sink",
         "sink_of_empty_rows", "sink_of_minus_infinity", "not_finite_in_valid_keys", "scales_half_three_eighth",
