@@ -60,7 +60,8 @@ class Shape(NamedTuple):
 class Row(NamedTuple):
     """One entry: the tile of shapes up to a head_dim, for q elements of one width; `cause` is a measurement or a derivation.
 
-    `kv_bytes` limits it to caches of one width; None: any, where no row names the cache's own.
+    `kv_bytes` limits it to caches of one width; None: any, where no row names the cache's own. Of rows for one head_dim, a
+    call takes the lowest tile that holds its query rows.
     """
 
     q_bytes: int
@@ -196,6 +197,7 @@ _SM80_PREFILL = Policy(
 )
 
 _FP8_CACHE = "measured: H200, 32 ragged FP8 sequences 94.6 us, with 64 keys 97.5"
+_TALL = "derived: 128 query rows of one KV head, so that keys are read once up to groups of 128; 8 warps hold them"
 _BYTES_IN_FLIGHT = "derived: 64 KiB or more of K and V in flight on each SM"
 
 _SM80_DECODE = Policy(
@@ -205,10 +207,13 @@ _SM80_DECODE = Policy(
             90,
             227 * KIB,
             (
-                Row(2, 128, _tile(64, 128, 4, 3), _FP8_CACHE, kv_bytes=1),
+                Row(2, 128, _tile(32, 128, 4, 3), _FP8_CACHE, kv_bytes=1),
                 *_rows(
-                    ((2,), 64, _tile(64, 64, 4, 4), "measured: H200, 32x8192 120.9 us, 128 keys in 3 stages 122.6"),
-                    ((2,), 128, _tile(64, 64, 4, 4), "measured: H200, 8x8192 63.3 us, 3 stages 65.0; 1x131072 120.9 and 124.2"),
+                    ((2,), 64, _tile(32, 64, 4, 4), "measured: H200, 32x8192 120.9 us, 128 keys in 3 stages 122.6"),
+                    ((2,), 64, _tile(128, 64, 8, 3), _TALL),
+                    ((2,), 128, _tile(32, 64, 4, 4), "measured: H200, 8x8192 63.3 us, 3 stages 65.0; 1x131072 120.9 and 124.2"),
+                    ((2,), 128, _tile(128, 64, 8, 3), _TALL),
+                    ((2,), 256, _tile(128, 32, 8, 3), _TALL),
                     ((2,), 256, _tile(32, 32, 4, 4), "measured: H200, 32x8192 234.8 us, 3 stages 241.3"),
                     ((4,), 64, _tile(64, 32, 4, 4), "derived: as head_dim 128"),
                     ((4,), 128, _tile(32, 16, 4, 4), "measured: H200, 8x8192 689 us, 32 keys 8 warps 3 stages 700"),
@@ -219,8 +224,10 @@ _SM80_DECODE = Policy(
             80,
             163 * KIB,
             _rows(
-                ((2,), 64, _tile(64, 128, 4, 3), _BYTES_IN_FLIGHT),
-                ((2,), 128, _tile(64, 64, 4, 3), _BYTES_IN_FLIGHT),
+                ((2,), 64, _tile(32, 128, 4, 3), _BYTES_IN_FLIGHT),
+                ((2,), 64, _tile(128, 64, 8, 3), _TALL),
+                ((2,), 128, _tile(32, 64, 4, 3), _BYTES_IN_FLIGHT),
+                ((2,), 128, _tile(128, 64, 8, 3), _TALL),
                 ((2,), 256, _tile(32, 32, 4, 3), _BYTES_IN_FLIGHT),
                 ((4,), 64, _tile(64, 64, 4, 3), _BYTES_IN_FLIGHT),
                 ((4,), 128, _tile(32, 32, 4, 3), _BYTES_IN_FLIGHT),
@@ -334,9 +341,14 @@ def _row_tiles(policy: Policy, arch: int, shared_memory: int, shape: Shape) -> I
         if table.min_arch <= arch and table.shared_memory <= shared_memory:
             rows = (r for r in table.rows if r.q_bytes == shape.q_bytes and head_dim <= r.max_head_dim)
             rows = (r for r in rows if r.kv_bytes in (None, shape.kv_bytes))
-            row = min(rows, key=lambda r: (r.kv_bytes is None, r.max_head_dim), default=None)
+            row = min(rows, key=lambda r: (r.kv_bytes is None, r.max_head_dim, _height(r, shape)), default=None)
             if row is not None:
                 yield row.tile
+
+
+def _height(row: Row, shape: Shape) -> int:
+    """Orders rows of one head_dim: the lowest tile that holds the query rows first, then the highest of the others."""
+    return row.tile.block_q if row.tile.block_q >= shape.rows else 2**20 - row.tile.block_q
 
 
 def _clipped(policy: Policy, tile: TileConfig, shape: Shape) -> TileConfig:

@@ -1,5 +1,6 @@
-"""What a call must be before anything is traced: shapes, element types, static options. Each error names the argument,
-what came, and what is accepted.
+"""What a call must be before anything is traced: shapes, element types, static options.
+
+Each error names the argument, what came, and what is accepted.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 import jax_ops
@@ -13,6 +16,16 @@ from tests.oracle import Rope
 
 _LENGTHS = ("q_lengths", "kv_lengths", "cache_lengths", "lengths")
 _BOUNDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens")
+
+
+@contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Programs compiled within are not optimised by LLVM, which halves the time; XLA's own passes are the usual ones."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def keywords(case: Case) -> dict[str, Any]:
@@ -64,4 +77,6 @@ def _redrawn_array(rng: np.random.Generator, name: str, x: np.ndarray) -> np.nda
 def _at_most(rng: np.random.Generator, lengths: np.ndarray) -> np.ndarray:
     """Lengths in [0, the given one], the ends often."""
     kind = rng.integers(4, size=lengths.shape)
-    return np.choose(kind, (lengths, np.minimum(lengths, 1), rng.integers(lengths + 1), rng.integers(lengths + 1))).astype(np.int32)
+    return np.choose(kind, (lengths, np.minimum(lengths, 1), rng.integers(lengths + 1), rng.integers(lengths + 1))).astype(
+        np.int32
+    )

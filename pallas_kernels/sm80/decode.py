@@ -42,7 +42,7 @@ from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
 from pallas_kernels.common.decode_plan import LaunchPlan, Problem, launch_plan
 from pallas_kernels.common.fp8 import decode_e4m3_bits
-from pallas_kernels.sm80.prefill import MIN_DOT, Chunk, head_chunks
+from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, head_chunks
 
 __all__ = ["Inputs", "LaunchPlan", "attend", "decode", "launch_plan"]
 

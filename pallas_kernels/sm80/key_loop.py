@@ -18,7 +18,7 @@ from jax import lax
 from pallas_kernels.common import softmax
 from pallas_kernels.sm80 import instructions
 from pallas_kernels.sm80.blocks import Chunk, divided, dot, iota, load_rows
-from pallas_kernels.sm80.prefill import Plan
+from pallas_kernels.sm80.plan import Plan
 
 Array = jax.Array
 

@@ -37,7 +37,7 @@ from pallas_kernels.sm80.append import stored, write
 from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, div_mod, existing, head_chunks, iota, load_rows, place
 from pallas_kernels.sm80.decode import _in_pairs, _operands, _power_of_two
 from pallas_kernels.sm80.key_loop import Queries, Rows, Span, State, attended, key_range, nothing_seen, positively_scaled
-from pallas_kernels.sm80.prefill import FLOAT32_INNER, Plan, _packed_plan
+from pallas_kernels.sm80.plan import FLOAT32_INNER, Plan, packed_plan, tile_owners
 from pallas_kernels.xla.rope import rotated
 from pallas_kernels.xla.spans import segments
 
@@ -70,7 +70,9 @@ class _Cache:
     def v_words(self) -> tuple[Chunk, ...]:
         """The blocks of a row of the pool of values."""
         tile = self.plan.tile
-        return head_chunks(self.plan.call.v_dim // self.pack, tile.block_q if tile.block_q >= MIN_DOT * tile.num_warps else None)
+        return head_chunks(
+            self.plan.call.v_dim // self.pack, tile.block_q if tile.block_q >= MIN_DOT * tile.num_warps else None
+        )
 
     def strided(self, words: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         """Those blocks as columns of a row of elements: the even ones of a block, then the odd ones."""
@@ -123,16 +125,7 @@ def _requests(plan: Plan, cu_seqlens: Array, cache_lengths: Array, is_whole: Arr
     cached = jnp.concatenate([edge, cache_lengths, edge])
     keys = jnp.concatenate([edge, q_len[1:-1], edge])
     whole = jnp.concatenate([edge, is_whole.astype(jnp.int32), edge])
-    owner = jnp.arange(len(row), dtype=jnp.int32)
-    seen = cached + keys
-    comes_first = (seen[None, :] > seen[:, None]) | ((seen[None, :] == seen[:, None]) & (owner[None, :] <= owner[:, None]))
-    tiles = (q_len + (plan.tokens - 1)) // plan.tokens
-    end = jnp.sum(jnp.where(comes_first, tiles[None, :], 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange(plan.tiles, dtype=jnp.int32)
-    is_owner = (end - tiles <= tile[:, None]) & (tile[:, None] < end)
-    is_idle = ~jnp.any(is_owner, axis=1)
-    owner = jnp.sum(jnp.where(is_owner, owner, 0), axis=1, dtype=jnp.int32)
-    token = (end[owner] - 1 - tile) * plan.tokens
+    owner, token, is_idle = tile_owners(plan, q_len, cached + keys)
     index = jnp.clip(owner - 1, 0, plan.call.batch - 1)
     live = (jnp.where(is_idle, 0, x) for x in (q_len[owner], token, cached[owner], keys[owner]))
     return jnp.stack([index, row[owner], *live, whole[owner]])
@@ -310,7 +303,7 @@ def paged_prefill(
     num_pages, page_size = k_pages.shape[:2]
     in_use = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None] * page_size < cache_lengths[:, None]
     is_whole = ~jnp.any(in_use & ((page_table < 0) | (page_table >= num_pages)), axis=1)
-    plan = _packed_plan(call, tile, len(q), len(k), interpret)
+    plan = packed_plan(call, tile, len(q), len(k), interpret)
     plan = replace(plan, lanes_per_pass=plan.lanes)
     is_paired = k_pages.dtype == FLOAT8 and call.head_dim % 2 == call.v_dim % 2 == 0
     pools = (_in_pairs(k_pages), _in_pairs(v_pages)) if is_paired else (k_pages, v_pages)

@@ -22,171 +22,19 @@ FlashAttention-2 (Dao, 2023) for the order of work; the rest is this library's o
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dispatch_core.calls import ELEMENT_BYTES, FLOAT8, AttentionCall
+from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
-from pallas_kernels.sm80 import instructions
-from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, div_mod, divided, dot, existing, head_chunks, iota, load_rows, place
-
-FLOAT32_INNER = 32  # head elements of one float32 product; 64 spills on compute capability 8.0 and 9.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The static side of a launch.
-
-    Attributes:
-      call: the facts.
-      tile: the tile.
-      fold: heads of a group in one tile.
-      tiles: query tiles of one lane: of a request and KV head when dense, of a KV head when packed.
-      lanes: (request, KV head) pairs when dense, KV heads when packed.
-      lanes_per_pass: how many lanes run side by side, all their query tiles before the next ones' first.
-      q_rows, kv_rows: rows of a request when dense, of all requests when packed.
-      interpret: whether Pallas' interpreter runs it.
-    """
-
-    call: AttentionCall
-    tile: TileConfig
-    fold: int
-    tiles: int
-    lanes: int
-    lanes_per_pass: int
-    q_rows: int
-    kv_rows: int
-    interpret: bool
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens a tile spans."""
-        return self.tile.block_q // self.fold
-
-    @property
-    def bundles(self) -> int:
-        """Tiles that cover a group's heads for the same tokens."""
-        return self.call.group_size // self.fold
-
-    @property
-    def programs(self) -> int:
-        """Programs of the grid."""
-        return self.tiles * self.lanes * self.bundles
-
-    @property
-    def k_chunks(self) -> tuple[Chunk, ...]:
-        """The blocks of a query or key row.
-
-        A float32 product runs on the scalar units, whose operands sit in registers over its whole inner length.
-        """
-        return head_chunks(self.call.head_dim, FLOAT32_INNER if self.call.dtype == "float32" else None)
-
-    @property
-    def v_chunks(self) -> tuple[Chunk, ...]:
-        """The blocks of a value row.
-
-        Triton gives each warp whole rows of a product, so that P stays in registers, only where it is no wider than tall.
-        """
-        block_q = self.tile.block_q
-        return head_chunks(self.call.v_dim, block_q if block_q >= MIN_DOT * self.tile.num_warps else None)
-
-    @property
-    def left(self) -> int | None:
-        """Keys visible before a token's own, or None."""
-        return self.call.window.left if self.call.window else None
-
-    @property
-    def right(self) -> int | None:
-        """Keys visible after a token's own, or None."""
-        if self.call.is_causal:
-            return 0
-        return self.call.window.right if self.call.window else None
-
-
-def heads_per_tile(call: AttentionCall, block_q: int) -> int:
-    """How many heads of a group share a tile: the divisor that visits the fewest keys, the largest of equals.
-
-    A tile of T = block_q // fold tokens reads, for each bounded side of the mask, (T - 1) / 2 keys more than its tokens see
-    on average; and the last of the ceil(max_seqlen_q / T) tiles may be partly empty. Causal 4 x 512 with a group of 4 and
-    128 rows: 4 heads of 32 tokens visit 10 % fewer keys than one head of 128.
-    """
-    left = call.window.left if call.window else None
-    right = 0 if call.is_causal else call.window.right if call.window else None
-    seen = float(call.max_seqlen_kv) if right is None else max(1.0, call.max_seqlen_kv - (call.max_seqlen_q - 1) / 2)
-    if left is not None:
-        seen = min(seen, left + 1.0 + (right or 0))
-    bounded_sides = (left is not None) + (right is not None)
-
-    def visited(fold: int) -> float:
-        tokens = block_q // fold
-        return call.group_size // fold * math.ceil(call.max_seqlen_q / tokens) * (seen + bounded_sides * (tokens - 1) / 2)
-
-    divisors = [f for f in range(1, min(call.group_size, block_q) + 1) if call.group_size % f == 0]
-    return min(divisors, key=lambda fold: (visited(fold), -fold))
-
-
-def _dense_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool = False) -> Plan:
-    fold = heads_per_tile(call, tile.block_q)
-    lanes = call.batch * call.kv_heads
-    tiles = pl.cdiv(q_rows, tile.block_q // fold)
-    return Plan(call, tile, fold, tiles, lanes, _lanes_per_pass(call, lanes, kv_rows), q_rows, kv_rows, interpret)
-
-
-def _packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool = False) -> Plan:
-    fold = heads_per_tile(call, tile.block_q)
-    tokens = tile.block_q // fold
-    # Every request, and the rows before the first and after the last one, may end in a partly empty tile.
-    tiles = (q_rows + (call.batch + 2) * (tokens - 1)) // tokens
-    sharing = _lanes_per_pass(call, call.kv_heads, kv_rows)
-    return Plan(call, tile, fold, tiles, call.kv_heads, sharing, q_rows, kv_rows, interpret)
-
-
-def _lanes_per_pass(call: AttentionCall, lanes: int, kv_rows: int) -> int:
-    """The most lanes, a divisor of all, whose keys and values fit half of the L2 cache."""
-    lane_bytes = kv_rows * (call.head_dim + call.v_dim) * max(2, ELEMENT_BYTES[call.dtype])
-    return max((n for n in range(1, lanes + 1) if lanes % n == 0 and n * lane_bytes <= call.device.l2_bytes // 2), default=1)
-
-
-class LaunchPlan(NamedTuple):
-    """What a call launches.
-
-    Attributes:
-      grid: programs.
-      tile: the tile.
-      fold: heads of a group in one tile.
-      bytes_read: bytes the programs ask for of each operand when every request is as long as it can be. Each query tile
-        asks for the keys it visits, so that K and V count once per ceil(G * max_seqlen_q / block_q) tiles; what exceeds
-        their own size comes from the L2 cache.
-    """
-
-    grid: int
-    tile: TileConfig
-    fold: int
-    bytes_read: dict[str, int]
-
-
-def launch_plan(call: AttentionCall, tile: TileConfig) -> LaunchPlan:
-    """The launch of a dense call, or of a packed one without padding."""
-    plan = _dense_plan(call, tile, call.max_seqlen_q, call.max_seqlen_kv)
-    keys = 0
-    for token in range(0, call.max_seqlen_q, plan.tokens):
-        first = token + call.max_seqlen_kv - call.max_seqlen_q
-        last = min(first + plan.tokens, call.max_seqlen_kv) - 1
-        begin = 0 if plan.left is None else max(0, first - plan.left)
-        end = call.max_seqlen_kv if plan.right is None else min(call.max_seqlen_kv, last + plan.right + 1)
-        keys += max(0, end - begin)
-    width = max(2, ELEMENT_BYTES[call.dtype])
-    q = call.batch * call.max_seqlen_q * call.q_heads * call.head_dim * width
-    kv = plan.lanes * plan.bundles * keys * width
-    return LaunchPlan(plan.programs, tile, plan.fold, {"q": q, "k": kv * call.head_dim, "v": kv * call.v_dim})
+from pallas_kernels.sm80.blocks import div_mod, existing, iota, load_rows, place
+from pallas_kernels.sm80.key_loop import Queries, Rows, Span, attended, key_range, nothing_seen, positively_scaled
+from pallas_kernels.sm80.plan import Plan, dense_plan, packed_plan, tile_owners
 
 
 class Request(NamedTuple):
@@ -215,19 +63,14 @@ def _packed_tiles(cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, plan: Plan)
     The rows before the first request and after the last one are requests without keys, so that every row is written.
     """
     edge = jnp.zeros((1,), jnp.int32)
-    q_start = jnp.concatenate([edge, cu_seqlens_q.astype(jnp.int32)])
-    q_len = jnp.concatenate([q_start[1:], edge + plan.q_rows]) - q_start
-    kv_start = jnp.concatenate([edge, cu_seqlens_kv.astype(jnp.int32)])
-    kv_len = jnp.concatenate([edge, kv_start[2:] - kv_start[1:-1], edge])
-    ends = jnp.cumsum((q_len + (plan.tokens - 1)) // plan.tokens, dtype=jnp.int32)
-    tile = jnp.arange(plan.tiles, dtype=jnp.int32)
-    owner = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
-    is_idle = owner == len(q_start)
-    owner = jnp.minimum(owner, len(q_start) - 1)
-    token = (ends[owner] - 1 - tile) * plan.tokens  # a request's last tile, which sees the most keys, comes first
+    q_row = jnp.concatenate([edge, cu_seqlens_q.astype(jnp.int32)])
+    q_len = jnp.concatenate([q_row[1:], edge + plan.q_rows]) - q_row
+    kv_row = jnp.concatenate([edge, cu_seqlens_kv.astype(jnp.int32)])
+    kv_len = jnp.concatenate([edge, kv_row[2:] - kv_row[1:-1], edge])
+    owner, token, is_idle = tile_owners(plan, q_len, kv_len)
     index = jnp.clip(owner - 1, 0, plan.call.batch - 1)
     live = (jnp.where(is_idle, 0, x) for x in (q_len[owner], kv_len[owner], token))
-    return jnp.stack([index, q_start[owner], kv_start[owner], *live])
+    return jnp.stack([index, q_row[owner], kv_row[owner], *live])
 
 
 def _request(refs: dict[str, Any], plan: Plan, tile: jax.Array, batch: jax.Array) -> Request:
@@ -242,111 +85,12 @@ def _request(refs: dict[str, Any], plan: Plan, tile: jax.Array, batch: jax.Array
     return Request(batch, batch * q_rows, batch * kv_rows, q_len, kv_len, token, q_rows)
 
 
-class KeyRange(NamedTuple):
-    """The keys a program visits, int32: `count` KV tiles from key `begin` on, of which [full_from, full_to) need no mask.
-
-    Row r sees the keys of [row_begin[r], row_end[r]); row_begin is None without a left bound, row_end one scalar without a
-    right one.
-    """
-
-    begin: jax.Array
-    count: jax.Array
-    full_from: jax.Array
-    full_to: jax.Array
-    row_begin: jax.Array | None
-    row_end: jax.Array
-
-    def visible(self, key: jax.Array) -> jax.Array:
-        """Which of the keys each row sees, (rows, keys) or (1, keys)."""
-        seen = key[None, :] < (self.row_end[:, None] if self.row_end.ndim else self.row_end)
-        return seen if self.row_begin is None else seen & (key[None, :] >= self.row_begin[:, None])
-
-
-def _key_range(request: Request, plan: Plan, token: jax.Array) -> KeyRange:
-    """The keys of a tile whose rows are the given tokens of the request."""
-    block_kv, left, right = plan.tile.block_kv, plan.left, plan.right
-    shift = request.kv_len - request.q_len
-    first = request.token + shift
-    last = jnp.minimum(first + plan.tokens, request.kv_len) - 1
-
-    def end_of(position: jax.Array) -> jax.Array:
-        return request.kv_len if right is None else jnp.minimum(request.kv_len, position + (right + 1))
-
-    def tiles_in(keys: jax.Array) -> jax.Array:
-        return divided(jnp.maximum(keys, 0), block_kv)
-
-    begin = jnp.int32(0) if left is None else jnp.maximum(first - left, 0)
-    end = jnp.where(request.token < request.q_len, end_of(last), 0)
-    count = tiles_in(end - begin + (block_kv - 1))
-    full_from = jnp.int32(0) if left is None else jnp.minimum(tiles_in(last - left - begin + (block_kv - 1)), count)
-    full_to = jnp.clip(tiles_in(end_of(first) - begin), full_from, count)
-    row_begin = None if left is None else token + (shift - left)
-    return KeyRange(begin, count, full_from, full_to, row_begin, end_of(token + shift))
-
-
-def _scaled_queries(
-    refs: dict[str, Any], call: AttentionCall, q: list[jax.Array], request: Request, kv_head: jax.Array
-) -> tuple[list[jax.Array], jax.Array | float]:
-    """The query blocks and the positive factor on their dots that together scale the scores.
-
-    The factor multiplies maxima and masked scores too, so that its sign, or its being 0, has to sit in q.
-    """
-    factor = call.softmax_scale
-    given = [plt.load(refs[name].at[request.index, kv_head]) for name in ("q_scale", "k_scale") if name in refs]
-    if not given:
-        sign = (factor > 0) - (factor < 0)
-        return q if sign == 1 else [part * sign for part in q], abs(factor) or 1.0
-    factor = functools.reduce(jnp.multiply, given, factor)
-    sign = jnp.sign(factor)
-    return [part * sign.astype(part.dtype) for part in q], jnp.where(sign == 0, 1.0, jnp.abs(factor))
-
-
-def _attended(
-    refs: dict[str, Any], plan: Plan, request: Request, keys: KeyRange, kv_head: jax.Array, q: list[jax.Array]
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """Running maxima in base 2, sums of weights, and weighted sums of v (a block per chunk) over a program's keys."""
-    call, block_q, block_kv = plan.call, plan.tile.block_q, plan.tile.block_kv
-    q, factor = _scaled_queries(refs, call, q, request, kv_head)
-    scale = factor * softmax.LOG2_E if call.softcap is None else 1.0
-
-    def scores_of(rows: jax.Array, exists: jax.Array | None) -> jax.Array:
-        """Scores of a KV tile: their product with `scale` is in base 2."""
-        k = [load_rows(refs["k"], rows, kv_head, chunk, exists) for chunk in plan.k_chunks]
-        dots = functools.reduce(jnp.add, (dot(a, b, b_is_transposed=True) for a, b in zip(q, k, strict=True)))
-        if call.softcap is None:
-            return dots
-        return instructions.softcapped(dots, factor, call.softcap, interpret=plan.interpret)
-
-    def visit(index: jax.Array, carry: Any, is_edge: bool) -> Any:
-        top, total, sums = carry
-        key = keys.begin + index * block_kv + iota(block_kv)
-        rows, exists = request.kv_row + key, key < request.kv_len if is_edge else None
-        scores = scores_of(rows, exists)
-        if is_edge:
-            scores = jnp.where(keys.visible(key), scores, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        base = softmax.finite_base(new_top)
-        rate = instructions.steepest_rate(base, scale, interpret=plan.interpret)
-        p = instructions.exp2_scaled(scores, rate[:, None], (base * rate)[:, None], interpret=plan.interpret)
-        kept = instructions.exp2_scaled(top - base, rate, 0.0, interpret=plan.interpret)
-        total = total * kept + jnp.sum(p, axis=1)
-        v = [load_rows(refs["v"], rows, kv_head, chunk, exists) for chunk in plan.v_chunks]
-        sums = tuple(part * kept[:, None] + dot(p.astype(b.dtype), b) for part, b in zip(sums, v, strict=True))
-        return new_top, total, sums
-
-    full = keys.full_to - keys.full_from
-
-    def visit_edge(index: jax.Array, carry: Any) -> Any:
-        return visit(jnp.where(index < keys.full_from, index, index + full), carry, is_edge=True)
-
-    carry = (
-        jnp.full((block_q,), -jnp.inf, jnp.float32),
-        jnp.zeros((block_q,), jnp.float32),
-        tuple(jnp.zeros((block_q, chunk.width), jnp.float32) for chunk in plan.v_chunks),
-    )
-    carry = lax.fori_loop(keys.full_from, keys.full_to, functools.partial(visit, is_edge=False), carry)
-    top, total, sums = lax.fori_loop(jnp.int32(0), keys.count - full, visit_edge, carry)
-    return top * scale, total, sums
+def _queries(
+    refs: dict[str, Any], call: AttentionCall, blocks: list[jax.Array], index: jax.Array, kv_head: jax.Array
+) -> Queries:
+    """The query blocks of a request and KV head, scaled."""
+    given = [plt.load(refs[name].at[index, kv_head]) for name in ("q_scale", "k_scale") if name in refs]
+    return positively_scaled(blocks, functools.reduce(jnp.multiply, given, float(call.softmax_scale)))
 
 
 def _kernel(refs: dict[str, Any], out: dict[str, Any], *, plan: Plan) -> None:
@@ -357,18 +101,21 @@ def _kernel(refs: dict[str, Any], out: dict[str, Any], *, plan: Plan) -> None:
     batch, kv_head = div_mod(turn * plan.lanes_per_pass + lane, call.kv_heads)
     request = _request(refs, plan, tile, batch)
 
-    row = iota(block_q)
-    row_token, member = div_mod(row, plan.fold)
+    row_token, member = div_mod(iota(block_q), plan.fold)
     token = request.token + row_token
     q_head = kv_head * call.group_size + bundle * plan.fold
     q_head = q_head if plan.fold == 1 else q_head + member
-    is_used = row < plan.tokens * plan.fold
+    is_used = row_token < plan.tokens
     live = is_used & (token < request.q_len)
 
     q_rows = request.q_row + token
-    q = [load_rows(refs["q"], q_rows, q_head, chunk, live) for chunk in plan.k_chunks]
-    top, total, sums = _attended(refs, plan, request, _key_range(request, plan, token), kv_head, q)
-    top, total = jnp.where(live, top, -jnp.inf), jnp.where(live, total, 0.0)
+    blocks = [load_rows(refs["q"], q_rows, q_head, chunk, live) for chunk in plan.k_chunks]
+    q = _queries(refs, call, blocks, request.index, kv_head)
+    span = Span(request.kv_len - request.q_len, request.kv_len, plan.right)
+    keys = key_range(plan, span, token, request.token, request.q_len)
+    source = Rows(refs, {"k": plan.k_chunks, "v": plan.v_chunks}, request.kv_row, request.kv_len, kv_head)
+    top, total, sums = attended(plan, nothing_seen(block_q, plan.v_chunks), q, keys, source)
+    top, total = jnp.where(live, top * q.raw_scale(call.softcap), -jnp.inf), jnp.where(live, total, 0.0)
 
     weight, lse = softmax.finished_rows(top, total, plt.load(refs["sinks"].at[q_head]) if "sinks" in refs else None)
     if "v_scale" in refs:
@@ -430,7 +177,7 @@ def dense_prefill(
     """
     arrays = {"q": q, "k": k, "v": v, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
     arrays |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
-    plan = _dense_plan(call, tile, q.shape[1], k.shape[1], interpret)
+    plan = dense_plan(call, tile, q.shape[1], k.shape[1], interpret)
     return _launch(plan, (*q.shape[:-1], v.shape[-1]), arrays)
 
 
@@ -454,7 +201,7 @@ def packed_prefill(
     Returns:
       o (Tq, Hq, Dv), and lse (Tq, Hq) float32 or None; rows of no request are 0 and -inf (or the sink).
     """
-    plan = _packed_plan(call, tile, q.shape[0], k.shape[0], interpret)
+    plan = packed_plan(call, tile, q.shape[0], k.shape[0], interpret)
     arrays = {"q": q, "k": k, "v": v, "tiles": _packed_tiles(cu_seqlens_q, cu_seqlens_kv, plan)}
     arrays |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
     return _launch(plan, (*q.shape[:-1], v.shape[-1]), arrays)

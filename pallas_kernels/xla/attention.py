@@ -77,18 +77,18 @@ def scores(q: jax.Array, k: jax.Array, softcap: float | None) -> jax.Array:
 
 def weighted_values(p: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     """P v, where a value that is not finite reaches the rows that see it and no other (0 times NaN is NaN)."""
-    o = dot("nmk,nkd->nmd", p, finite(v))
 
-    def with_non_finite() -> jax.Array:
+    def row_by_row() -> jax.Array:
         weight = visible.astype(jnp.float32)
 
         def seen_as(value: float, where: jax.Array) -> jax.Array:
-            return jnp.where(dot("nmk,nkd->nmd", weight, where.astype(jnp.float32)) > 0, value, 0.0)
+            return jnp.where(dot("nmk,nkd->nmd", weight, where.astype(jnp.float32)) > 0, jnp.float32(value), 0)
 
         extra = seen_as(jnp.inf, v == jnp.inf) + seen_as(-jnp.inf, v == -jnp.inf) + seen_as(jnp.nan, jnp.isnan(v))
-        return jnp.where(extra == 0, o, extra)
+        return jnp.where(extra == 0, dot("nmk,nkd->nmd", p, finite(v)), extra)
 
-    return lax.cond(jnp.all(jnp.isfinite(v)), lambda: o, with_non_finite)
+    o = dot("nmk,nkd->nmd", p, v)
+    return lax.cond(jnp.all(jnp.isfinite(o)), lambda: o, row_by_row)
 
 
 def attend(call: AttentionCall, q: jax.Array, runs: list[Run], sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -42,7 +42,8 @@ def test_a_row_fits_every_device_it_is_for_and_states_its_cause(family: str, tab
     for device in (d for d in (*DEVICES.values(), MIG_SLICE) if d.arch >= table.min_arch > 0):
         if device.shared_memory_per_block < table.shared_memory:
             continue
-        call = packed(device, dtype=names[row.q_bytes], head_dim=row.max_head_dim, max_seqlen_q=4096, max_seqlen_kv=4096)
+        sizes = {"q_heads": 8, "kv_heads": 8, "head_dim": row.max_head_dim, "max_seqlen_q": row.tile.block_q}
+        call = packed(device, dtype=names[row.q_bytes], max_seqlen_kv=4096, **sizes)
         call = replace(call, kv_dtype=names[row.kv_bytes or row.q_bytes])
         assert POLICIES[family].shared_bytes(row.tile, shape_of(call)) <= device.shared_memory_per_block
         if device.shared_memory_per_block == table.shared_memory:

@@ -31,7 +31,7 @@ from dispatch_core import (
 from jax_ops import Rope, devices, dispatch, explain
 from jax_ops.request import facts
 from jax_ops.signature import SIGNATURES
-from tests.calling import call
+from tests.calling import call, quick_compilation
 from tests.inputs import random_case
 from tests.tolerance import assert_same_bits, check_case
 
@@ -39,12 +39,22 @@ S = jax.ShapeDtypeStruct
 NEVER = Region("never", (Condition("a call that never comes", lambda call: False, lambda call: "this one"),))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quickly_compiled():
+    with quick_compilation():
+        yield
+
+
 def normal(seed, *shape, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
 def qkv(batch=2, q_len=4, kv_len=5, heads=(6, 3), dim=8):
-    return normal(0, batch, q_len, heads[0], dim), normal(1, batch, kv_len, heads[1], dim), normal(2, batch, kv_len, heads[1], dim)
+    return (
+        normal(0, batch, q_len, heads[0], dim),
+        normal(1, batch, kv_len, heads[1], dim),
+        normal(2, batch, kv_len, heads[1], dim),
+    )
 
 
 def structs(batch=2, q_len=4, kv_len=5, heads=(6, 3), dim=8, dtype=jnp.float32):
@@ -82,7 +92,14 @@ def test_a_replacement_is_launched_with_the_call_the_tile_and_every_array_of_the
     assert list(arrays) == list(SIGNATURES["prefill"].inputs)
     assert {name for name, a in arrays.items() if a is None} == {"q_lengths", "q_scale", "k_scale", "v_scale", "sinks"}
     assert arrays["kv_lengths"].dtype == jnp.int32 and isinstance(tile, TileConfig)
-    assert (facts.batch, facts.q_heads, facts.kv_heads, facts.softcap, facts.is_causal, facts.is_uniform) == (2, 6, 3, 5.0, True, False)
+    assert (facts.batch, facts.q_heads, facts.kv_heads, facts.softcap, facts.is_causal, facts.is_uniform) == (
+        2,
+        6,
+        3,
+        5.0,
+        True,
+        False,
+    )
 
 
 def test_a_replacement_without_a_tile_policy_gets_no_tile():
@@ -97,8 +114,8 @@ def test_a_paged_replacement_returns_its_pools():
     pool = normal(3, 7, 4, 3, 8)
     new = normal(4, 2, 3, 8)
     returned = jax_ops.gqa_decode_paged(
-        normal(0, 2, 6, 8), pool, pool, jnp.zeros((2, 3), jnp.int32), jnp.asarray([5, 3]), k_new=new, v_new=new, return_lse=True,
-        rope=Rope(max_position=12), kernel_map=record.kernel("gqa_decode_paged_kernel"),
+        normal(0, 2, 6, 8), pool, pool, jnp.zeros((2, 3), jnp.int32), jnp.asarray([5, 3]), k_new=new, v_new=new,
+        return_lse=True, rope=Rope(max_position=12), kernel_map=record.kernel("gqa_decode_paged_kernel"),
     )  # fmt: skip
     ((facts, _, arrays),) = record.calls
     assert [x.shape for x in returned] == [(2, 6, 8), (2, 6), pool.shape, pool.shape]
@@ -221,7 +238,11 @@ def test_a_traced_call_lowers_for_the_platform_it_lands_on(monkeypatch):
 
 EXPLAINED = {
     "prefill": (jax_ops.gqa_prefill, structs(q_len=11), {"window": (2, None), "is_causal": False}),
-    "prefill_packed": (jax_ops.gqa_prefill_packed, (*(S((12, h, 8), jnp.float32) for h in (6, 3, 3)), *[S((4,), jnp.int32)] * 2), {"softcap": 2.0}),
+    "prefill_packed": (
+        jax_ops.gqa_prefill_packed,
+        (*(S((12, h, 8), jnp.float32) for h in (6, 3, 3)), *[S((4,), jnp.int32)] * 2),
+        {"softcap": 2.0},
+    ),
     "decode": (jax_ops.gqa_decode, (S((3, 6, 8), jnp.float32), *structs(batch=3, kv_len=9)[1:]), {}),
     "decode_paged": (
         jax_ops.gqa_decode_paged,
@@ -291,7 +312,10 @@ def test_each_distinct_decision_is_logged_once(caplog):
             for scale in (None, None, 8**-0.5):  # the default said aloud is the same call
                 jax.eval_shape(lambda *a, scale=scale: jax_ops.gqa_prefill(*a, scale=scale), *structs(q_len=q_len))
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
-    assert all(message.startswith("prefill: gqa_prefill_fwd_kernel (xla build) serves AttentionCall(CPU") for message in caplog.messages)
+    assert all(
+        message.startswith("prefill: gqa_prefill_fwd_kernel (xla build) serves AttentionCall(CPU")
+        for message in caplog.messages
+    )
 
 
 def test_an_xla_build_on_a_gpu_is_told_in_one_line(caplog):
@@ -374,7 +398,9 @@ def test_fifty_length_vectors_trace_once(op):
 @pytest.mark.parametrize("window", [None, (3, None), (None, 2), (3, 2)])
 @pytest.mark.parametrize("op", ["gqa_prefill_packed", "gqa_prefill_paged"])
 def test_lengths_beyond_the_hints_stay_correct(op, window):
-    case = random_case(op, 1, ("full",), q_lens=(19, 3), kv_lens=(23, 40), kv_heads=1, group=2, head_dim=8, page_size=16, dtype="float32")
+    case = random_case(
+        op, 1, ("full",), q_lens=(19, 3), kv_lens=(23, 40), kv_heads=1, group=2, head_dim=8, page_size=16, dtype="float32"
+    )
     case.options["window"] = window
     hints = {"max_seqlen_q": 1} | ({"max_seqlen_kv": 2} if op == "gqa_prefill_packed" else {})
     check_case(case, *call(case, **hints))

@@ -106,7 +106,9 @@ def decode_step(k_pages, v_pages, x, table, lengths):
 def prefill_step(k_pages, v_pages, x, table, lengths):
     new = x[:, : HEADS[1]]
     bounds = jnp.arange(3, dtype=jnp.int32)
-    o, k_pages, v_pages = jax_ops.gqa_prefill_paged(x, new, new, k_pages, v_pages, table, bounds, lengths, rope=Rope(max_position=64))
+    o, k_pages, v_pages = jax_ops.gqa_prefill_paged(
+        x, new, new, k_pages, v_pages, table, bounds, lengths, rope=Rope(max_position=64)
+    )
     return k_pages, v_pages, o
 
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 import itertools
 import zlib
 
-import jax
 import numpy as np
 import pytest
 
-from tests.calling import call, redrawn
+from tests.calling import call, quick_compilation, redrawn
 from tests.edge_cases import edge_cases
 from tests.inputs import FEATURES, Case, feature_cases, poisoned, random_case, unclamped
 from tests.tolerance import assert_same_bits, check_case
@@ -33,10 +32,9 @@ SLOW_SEEDS = range(100, 1000)
 
 
 @pytest.fixture
-def _unoptimised():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def _quickly_compiled():
+    with quick_compilation():
+        yield
 
 
 def features_of(op: str, seed: int) -> tuple[str, ...]:
@@ -64,7 +62,7 @@ def test_random_shapes_pair_every_feature_with_every_other(op):
     assert met == set(itertools.combinations(FEATURES[op], 2))
 
 
-@pytest.mark.usefixtures("_unoptimised")
+@pytest.mark.usefixtures("_quickly_compiled")
 @pytest.mark.parametrize("seed", range(SHAPES))
 @pytest.mark.parametrize("op", OPS)
 def test_random_shapes(op, seed):
@@ -79,13 +77,13 @@ def _feature_cases(are_alone: bool) -> list:
     return [pytest.param(case, id=f"{op}-{name}") for op, name, case in named]
 
 
-@pytest.mark.usefixtures("_unoptimised")
+@pytest.mark.usefixtures("_quickly_compiled")
 @pytest.mark.parametrize("case", _feature_cases(are_alone=True))
 def test_each_feature_alone(case):
     check(case)
 
 
-@pytest.mark.usefixtures("_unoptimised")
+@pytest.mark.usefixtures("_quickly_compiled")
 @pytest.mark.parametrize("case", [pytest.param(c, id=f"{op}-{name}") for op in OPS for name, c in edge_cases(op).items()])
 def test_edge_cases(case):
     check(case)

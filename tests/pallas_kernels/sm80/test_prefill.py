@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from dispatch_core import DEVICES, AttentionCall, Device, TileConfig, Window
-from pallas_kernels.sm80 import prefill as module
 from pallas_kernels.sm80.blocks import Chunk, head_chunks
-from pallas_kernels.sm80.prefill import dense_prefill, heads_per_tile, launch_plan, packed_prefill
+from pallas_kernels.sm80.key_loop import KeyRange, Span, key_range
+from pallas_kernels.sm80.plan import heads_per_tile, launch_plan, packed_plan
+from pallas_kernels.sm80.prefill import dense_prefill, packed_prefill
 from tests.calling import redrawn
 from tests.edge_cases import edge_cases
 from tests.inputs import FEATURES, Case, poisoned, random_case
@@ -149,13 +150,12 @@ BOUNDS = ((None, None), (None, 0), (0, 0), (5, 0), (20, 3), (0, None), (None, 9)
 @pytest.mark.parametrize("left, right", BOUNDS)
 def test_key_range_holds_every_visible_key_and_masks_every_other(left: int | None, right: int | None, tile: TileConfig) -> None:
     call = AttentionCall(H200, "float16", 1, 2, 1, 16, 256, 256, window=Window(left, right), is_uniform=False)
-    plan = module._packed_plan(call, tile, 256, 256)
+    plan = packed_plan(call, tile, 256, 256)
 
     @jax.jit
-    def keys_of(q_len: jax.Array, kv_len: jax.Array, token: jax.Array) -> module.KeyRange:
-        zero = jnp.int32(0)
-        request = module.Request(zero, zero, zero, q_len, kv_len, token, q_len)
-        return module._key_range(request, plan, token + jnp.arange(tile.block_q, dtype=jnp.int32) // plan.fold)
+    def keys_of(q_len: jax.Array, kv_len: jax.Array, token: jax.Array) -> KeyRange:
+        span = Span(kv_len - q_len, kv_len, right)
+        return key_range(plan, span, token + jnp.arange(tile.block_q, dtype=jnp.int32) // plan.fold, token, q_len)
 
     for q_len, kv_len in LENGTHS:
         visible = visible_keys(q_len, kv_len, False, (left, right))
@@ -168,7 +168,9 @@ def test_key_range_holds_every_visible_key_and_masks_every_other(left: int | Non
             assert mine[:, begin + full_from * tile.block_kv : begin + full_to * tile.block_kv].all()
             assert begin + full_to * tile.block_kv <= kv_len or full_from == full_to
             key = np.arange(begin, begin + count * tile.block_kv)
-            seen = np.broadcast_to(keys.visible(jnp.asarray(key, jnp.int32)), (tile.block_q, len(key)))
+            seen = np.broadcast_to(
+                keys.visible(jnp.asarray(key, jnp.int32), jnp.asarray(key < kv_len)), (tile.block_q, len(key))
+            )
             rows = np.arange(len(mine)) * plan.fold
             np.testing.assert_array_equal(seen[rows], np.pad(mine, ((0, 0), (0, tile.block_kv)))[:, key.clip(0, kv_len)])
             visited = mine.any(0).nonzero()[0]

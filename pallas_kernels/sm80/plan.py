@@ -1,0 +1,190 @@
+"""How a prefill call is cut into programs: heads folded into tiles, tiles into a grid, and what the programs ask for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from dispatch_core.calls import ELEMENT_BYTES, AttentionCall
+from dispatch_core.tiling import TileConfig
+from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, head_chunks
+
+FLOAT32_INNER = 32  # head elements of one float32 product; 64 spills on compute capability 8.0 and 9.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static side of a launch.
+
+    Attributes:
+      call: the facts.
+      tile: the tile.
+      fold: heads of a group in one tile.
+      tiles: query tiles of one lane: of a request and KV head when dense, of a KV head when packed.
+      lanes: (request, KV head) pairs when dense, KV heads when packed.
+      lanes_per_pass: how many lanes run side by side, all their query tiles before the next ones' first.
+      q_rows, kv_rows: rows of a request when dense, of all requests when packed.
+      interpret: whether Pallas' interpreter runs it.
+    """
+
+    call: AttentionCall
+    tile: TileConfig
+    fold: int
+    tiles: int
+    lanes: int
+    lanes_per_pass: int
+    q_rows: int
+    kv_rows: int
+    interpret: bool
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens a tile spans."""
+        return self.tile.block_q // self.fold
+
+    @property
+    def bundles(self) -> int:
+        """Tiles that cover a group's heads for the same tokens."""
+        return self.call.group_size // self.fold
+
+    @property
+    def programs(self) -> int:
+        """Programs of the grid."""
+        return self.tiles * self.lanes * self.bundles
+
+    @property
+    def k_chunks(self) -> tuple[Chunk, ...]:
+        """The blocks of a query or key row.
+
+        A float32 product runs on the scalar units, whose operands sit in registers over its whole inner length.
+        """
+        return head_chunks(self.call.head_dim, FLOAT32_INNER if self.call.dtype == "float32" else None)
+
+    @property
+    def v_chunks(self) -> tuple[Chunk, ...]:
+        """The blocks of a value row.
+
+        Triton gives each warp whole rows of a product, so that P stays in registers, only where it is no wider than tall.
+        """
+        block_q = self.tile.block_q
+        return head_chunks(self.call.v_dim, block_q if block_q >= MIN_DOT * self.tile.num_warps else None)
+
+    @property
+    def left(self) -> int | None:
+        """Keys visible before a token's own, or None."""
+        return self.call.window.left if self.call.window else None
+
+    @property
+    def right(self) -> int | None:
+        """Keys visible after a token's own, or None."""
+        if self.call.is_causal:
+            return 0
+        return self.call.window.right if self.call.window else None
+
+
+def heads_per_tile(call: AttentionCall, block_q: int) -> int:
+    """How many heads of a group share a tile: the divisor that visits the fewest keys, the largest of equals.
+
+    A tile of T = block_q // fold tokens reads, for each bounded side of the mask, (T - 1) / 2 keys more than its tokens see
+    on average; and the last of the ceil(max_seqlen_q / T) tiles may be partly empty. Causal 4 x 512 with a group of 4 and
+    128 rows: 4 heads of 32 tokens visit 10 % fewer keys than one head of 128.
+    """
+    left = call.window.left if call.window else None
+    right = 0 if call.is_causal else call.window.right if call.window else None
+    seen = float(call.max_seqlen_kv) if right is None else max(1.0, call.max_seqlen_kv - (call.max_seqlen_q - 1) / 2)
+    if left is not None:
+        seen = min(seen, left + 1.0 + (right or 0))
+    bounded_sides = (left is not None) + (right is not None)
+
+    def visited(fold: int) -> float:
+        tokens = block_q // fold
+        return call.group_size // fold * math.ceil(call.max_seqlen_q / tokens) * (seen + bounded_sides * (tokens - 1) / 2)
+
+    divisors = [f for f in range(1, min(call.group_size, block_q) + 1) if call.group_size % f == 0]
+    return min(divisors, key=lambda fold: (visited(fold), -fold))
+
+
+def dense_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool = False) -> Plan:
+    """The plan of requests of q_rows queries and kv_rows keys each."""
+    fold = heads_per_tile(call, tile.block_q)
+    lanes = call.batch * call.kv_heads
+    tiles = pl.cdiv(q_rows, tile.block_q // fold)
+    return Plan(call, tile, fold, tiles, lanes, _lanes_per_pass(call, lanes, kv_rows), q_rows, kv_rows, interpret)
+
+
+def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool = False) -> Plan:
+    """The plan of q_rows queries and kv_rows keys of all requests together."""
+    fold = heads_per_tile(call, tile.block_q)
+    tokens = tile.block_q // fold
+    # Every request, and the rows before the first and after the last one, may end in a partly empty tile.
+    tiles = (q_rows + (call.batch + 2) * (tokens - 1)) // tokens
+    sharing = _lanes_per_pass(call, call.kv_heads, kv_rows)
+    return Plan(call, tile, fold, tiles, call.kv_heads, sharing, q_rows, kv_rows, interpret)
+
+
+def _lanes_per_pass(call: AttentionCall, lanes: int, kv_rows: int) -> int:
+    """The most lanes, a divisor of all, whose keys and values fit half of the L2 cache."""
+    lane_bytes = kv_rows * (call.head_dim + call.v_dim) * max(2, ELEMENT_BYTES[call.dtype])
+    return max((n for n in range(1, lanes + 1) if lanes % n == 0 and n * lane_bytes <= call.device.l2_bytes // 2), default=1)
+
+
+def tile_owners(plan: Plan, q_len: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which request each query tile of a packed plan belongs to, at which of its tokens, and whether it belongs to none.
+
+    The requests that see the most keys come first, the last tokens of each before its first: whatever begins late is short.
+
+    Args:
+      plan: how many tiles there are.
+      q_len: int32 (requests,), the tokens of each.
+      seen: int32 (requests,), the keys that its last token sees.
+
+    Returns:
+      The request, the first token, and whether the tile is idle, each (tiles,).
+    """
+    request = jnp.arange(len(q_len), dtype=jnp.int32)
+    is_not_after = (seen[None, :] > seen[:, None]) | ((seen[None, :] == seen[:, None]) & (request[None, :] <= request[:, None]))
+    tiles = (q_len + (plan.tokens - 1)) // plan.tokens
+    end = jnp.sum(jnp.where(is_not_after, tiles[None, :], 0), axis=1, dtype=jnp.int32)
+    tile = jnp.arange(plan.tiles, dtype=jnp.int32)
+    is_owner = ((end - tiles)[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
+    owner = jnp.sum(jnp.where(is_owner, request[None, :], 0), axis=1, dtype=jnp.int32)
+    return owner, (end[owner] - 1 - tile) * plan.tokens, ~jnp.any(is_owner, axis=1)
+
+
+class LaunchPlan(NamedTuple):
+    """What a call launches.
+
+    Attributes:
+      grid: programs.
+      tile: the tile.
+      fold: heads of a group in one tile.
+      bytes_read: bytes the programs ask for of each operand when every request is as long as it can be. Each query tile
+        asks for the keys it visits, so that K and V count once per ceil(G * max_seqlen_q / block_q) tiles; what exceeds
+        their own size comes from the L2 cache.
+    """
+
+    grid: int
+    tile: TileConfig
+    fold: int
+    bytes_read: dict[str, int]
+
+
+def launch_plan(call: AttentionCall, tile: TileConfig) -> LaunchPlan:
+    """The launch of a dense call, or of a packed one without padding."""
+    plan = dense_plan(call, tile, call.max_seqlen_q, call.max_seqlen_kv)
+    keys = 0
+    for token in range(0, call.max_seqlen_q, plan.tokens):
+        first = token + call.max_seqlen_kv - call.max_seqlen_q
+        last = min(first + plan.tokens, call.max_seqlen_kv) - 1
+        begin = 0 if plan.left is None else max(0, first - plan.left)
+        end = call.max_seqlen_kv if plan.right is None else min(call.max_seqlen_kv, last + plan.right + 1)
+        keys += max(0, end - begin)
+    width = max(2, ELEMENT_BYTES[call.dtype])
+    q = call.batch * call.max_seqlen_q * call.q_heads * call.head_dim * width
+    kv = plan.lanes * plan.bundles * keys * width
+    return LaunchPlan(plan.programs, tile, plan.fold, {"q": q, "k": kv * call.head_dim, "v": kv * call.v_dim})
