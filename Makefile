@@ -50,7 +50,7 @@ test-slow: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest -m "slow and not gpu"
 
 gpu-test: $(if $(filter $(NEWEST)/%,$(GPU_PYTHON)),$(NEWEST)/.gpu)
-	$(GPU_PYTHON) -m pytest -m gpu
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
 lint: $(NEWEST)/.test
 	$(NEWEST)/bin/ruff check

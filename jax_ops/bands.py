@@ -65,7 +65,7 @@ class Operands(NamedTuple):
 def _check_operands(op: str, operands: Operands) -> None:
     """Shapes and element types, under the names the caller knows."""
     q, k, v = operands[:3]
-    batch, tokens, heads, dim = q.shape
+    batch, _, heads, dim = q.shape
     expected = {"key": (k, (batch, k.shape[1], k.shape[2], dim)), "value": (v, (batch, k.shape[1], k.shape[2], v.shape[3]))}
     for name, (x, shape) in expected.items():
         if x.shape != shape:
@@ -190,8 +190,8 @@ def _reversed(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     size = x.shape[1]
     last = jnp.clip(lengths, 0, size).astype(jnp.int32) - 1
     order = (last[:, None] - jnp.arange(size, dtype=jnp.int32)[None]) % max(size, 1)
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[rows, order].get(unique_indices=True, mode="promise_in_bounds")
+    take = lambda rows, i: rows.at[i].get(unique_indices=True, mode="promise_in_bounds")  # noqa: E731
+    return jax.vmap(take)(x, order)
 
 
 def _attend_masked(rules: Rules, operands: Operands, band: Band, bias: Any, mask: Any) -> tuple[jax.Array, jax.Array]:

@@ -287,10 +287,10 @@ class PagedKVCache:
           ValueError, TypeError: a layer out of range, or of another kind.
         """
         op = "PagedKVCache.layer_table"
-        if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
+        if type(layer) is int or isinstance(layer, np.integer):
             if not 0 <= layer < self.num_layers:
                 raise checks.fail(op, "layer", f"is {layer}", f"an int from 0 to {self.num_layers - 1}")
-        elif not (checks.is_array(layer) and layer.shape == () and np.issubdtype(layer.dtype, np.integer)):
+        elif np.shape(layer) or not np.issubdtype(getattr(layer, "dtype", bool), np.integer):
             raise checks.wrong_type(op, "layer", f"is {layer!r}", "an int, or an integer scalar")
         first = jnp.asarray(layer, jnp.int32) * self.num_pages
         return jnp.where(_is_page(self.page_table, self.num_pages), self.page_table + first, -1)

@@ -16,6 +16,7 @@ from jax import lax
 from dispatch_core import Device, Kernel
 from jax_ops import checks
 from jax_ops.bands import Band, Operands, Rules, attend
+from jax_ops.options import present
 
 _JAX_OP, _FLAX_OP = "dot_product_attention", "flax_attention_fn"
 
@@ -70,8 +71,8 @@ def dot_product_attention(
       query_seq_lengths: int32 (B,): rows past them give 0.
       key_value_seq_lengths: int32 (B,): keys past them are not seen.
       local_window_size: (left, right), or one int for both: key j is visible to query i iff i - left <= j <= i + right.
-      implementation: None: the kernels chosen as for `gqa_prefill`; "xla": the XLA build of them; "cudnn": the call is handed to
-        `jax.nn.dot_product_attention` as it is, with cuDNN's rules and errors.
+      implementation: None: the kernels chosen as for `gqa_prefill`; "xla": the XLA build of them; "cudnn": the call is handed
+        to `jax.nn.dot_product_attention` as it is, with cuDNN's rules and errors.
       return_residual: also return the log-sum-exp.
       softcap, sinks, build, kernel_map, device, interpret: as in `gqa_prefill`.
 
@@ -124,17 +125,14 @@ def dot_product_attention(
     if checks.static_bool(op, "is_causal", is_causal):
         band = band.within(None, 0)
     q, k, v = (_batched(op, name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    operands = Operands(
-        q,
-        k,
-        v,
-        *(None if x is None else jnp.asarray(x) for x in (query_seq_lengths, key_value_seq_lengths, sinks)),
-    )
+    operands = Operands(q, k, v, **present(q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, sinks=sinks))
     rules = Rules(op, scale, softcap, implementation or build, kernel_map, device, interpret)
     o, lse = attend(rules, operands, band, bias, mask, returns_residual)
     shape = np.shape(query)[:-1]
     o = o.reshape(*shape, o.shape[-1])
-    return (o, lax.stop_gradient(lse.astype(o.dtype)).reshape(shape)) if returns_residual else o
+    if lse is None or not returns_residual:
+        return o
+    return o, lax.stop_gradient(lse.astype(o.dtype)).reshape(shape)
 
 
 def flax_attention_fn(
@@ -178,12 +176,18 @@ def flax_attention_fn(
       >>> attention(jnp.ones((2, 5, 4, 8)), jnp.ones((2, 5, 4, 8)), jnp.ones((2, 5, 4, 8)), dropout_rate=0.0).shape
       (2, 5, 4, 8)
     """
-    numbers = {"scale": checks.static_number(_FLAX_OP, "scale", scale), "softcap": checks.static_softcap(_FLAX_OP, softcap)}
     sides = checks.static_window(_FLAX_OP, window)
     return _flax_function(
         checks.static_bool(_FLAX_OP, "is_causal", is_causal),
         None if sides is None else (sides.left, sides.right),
-        Rules(_FLAX_OP, **numbers, build=build, device=device, interpret=interpret),
+        Rules(
+            _FLAX_OP,
+            scale=checks.static_number(_FLAX_OP, "scale", scale),
+            softcap=checks.static_softcap(_FLAX_OP, softcap),
+            build=build,
+            device=device,
+            interpret=interpret,
+        ),
         tuple(sorted((kernel_map or {}).items(), key=lambda item: item[0])),
     )
 
@@ -269,7 +273,7 @@ def _window(op: str, window: Any) -> tuple[int | None, int | None]:
 
 
 def _batched(op: str, name: str, x: Any, batch: tuple[int, ...] | None = None) -> jax.Array:
-    """An array (..., tokens, heads, head size) with its batch axes made one; `batch` is what they must be (None: one or none)."""
+    """An array (..., tokens, heads, head size) with its batch axes made one: `batch`, or one or none where that is None."""
     x = jnp.asarray(x)
     if batch is None and x.ndim not in (3, 4):
         raise checks.fail(op, name, f"has shape {x.shape}", "4 axes (batch, tokens, heads, head size), or 3 without batch")

@@ -1,7 +1,7 @@
 """What is wrong with the values of a call's lengths, bounds and tables, told on the host.
 
-The ops see values only on the device: there they are clamped, masked and dropped, so that nothing foreign is ever touched, and a
-mistake gives wrong rows without a word. These functions read the values and say what the mistake is; call them outside jit,
+The ops see values only on the device: there they are clamped, masked and dropped, so that nothing foreign is ever touched, and
+a mistake gives wrong rows without a word. These functions read the values and say what the mistake is; call them outside jit,
 while debugging or where requests come in. Shapes and element types are checked as by the op.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-from jax.core import Tracer
 import numpy as np
+from jax.core import Tracer
 
 from jax_ops import checks
 from jax_ops.options import present
@@ -41,7 +40,7 @@ def check_packed_inputs(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv
     """
     op = "check_packed_inputs"
     arrays = present(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
-    values = _values(op, arrays, "cu_seqlens_q", "cu_seqlens_kv")
+    values = _values(op, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     _check_arrays("gqa_prefill_packed", "prefill_packed", arrays)
     for name, tokens in (("cu_seqlens_q", arrays["q"].shape[0]), ("cu_seqlens_kv", arrays["k"].shape[0])):
         _check_bounds(op, name, values[name], tokens)
@@ -71,7 +70,7 @@ def check_decode_inputs(q: Any, k: Any, v: Any, kv_lengths: Any = None) -> None:
     """
     op = "check_decode_inputs"
     arrays = present(q=q, k=k, v=v, kv_lengths=kv_lengths)
-    values = _values(op, arrays, "kv_lengths")
+    values = _values(op, kv_lengths=kv_lengths)
     _check_arrays("gqa_decode", "decode", arrays)
     if "kv_lengths" in values:
         _check_lengths(op, values["kv_lengths"], arrays["k"].shape[1])
@@ -113,42 +112,36 @@ def check_paged_inputs(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> pool, table = jnp.ones((8, 4, 2, 8)), jnp.array([[7, 2], [2, -1]])
+      >>> pool, table = jnp.ones((8, 4, 2, 8)), jnp.array([[7, 8], [2, -1]])
       >>> check_paged_inputs(jnp.ones((2, 4, 8)), pool, pool, table, jnp.array([5, 3]))
       Traceback (most recent call last):
-      ValueError: check_paged_inputs: page_table of sequence 1, entry 0, is page 2, as sequence 0, entry 1; need a page of its own.
+      ValueError: check_paged_inputs: page_table of sequence 0, entry 1, is 8; need 0 to 7, a page.
     """
     op = "check_paged_inputs"
-    packed = cu_seqlens_q is not None
-    names = {True: ("prefill_paged", "k", "v"), False: ("decode_paged", "k_new", "v_new")}
-    slot, key, value = names[packed]
-    if q is None:
-        slot, key, value = "append_paged", "k", "v"
-    bounds = "cu_seqlens" if q is None else "cu_seqlens_q"
-    lengths = {"prefill_paged": "cache_lengths", "append_paged": "lengths"}.get(slot, "kv_lengths")
+    read = _values(op, kv_lengths=kv_lengths, page_table=page_table, cu_seqlens_q=cu_seqlens_q)
+    called = "append_paged" if q is None else "gqa_decode_paged" if cu_seqlens_q is None else "gqa_prefill_paged"
+    if k_new is None and called != "gqa_decode_paged":
+        raise checks.fail(op, "k_new", "is None", f"the new keys, k of {called}")
+    for name, given, other in (("k_new", k_new, v_new), ("v_new", v_new, k_new)):
+        if given is None and other is not None:
+            raise checks.fail(op, name, "is None and the other is given", "both or neither")
+    slot, names = _PAGED_OPS[called]
     arrays = present(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table)
-    arrays |= present(**{lengths: kv_lengths, key: k_new, value: v_new, bounds: cu_seqlens_q})
-    read = _values(op, {"kv_lengths": arrays[lengths], "page_table": arrays["page_table"]}, "kv_lengths", "page_table")
-    if packed:
-        read |= _values(op, {"cu_seqlens_q": arrays[bounds]}, "cu_seqlens_q")
-    if slot != "decode_paged" and key not in arrays:
-        raise checks.fail(op, "k_new", "is None", "the new keys: k of gqa_prefill_paged or append_paged")
-    for given, missing in ((key, value), (value, key)):
-        if given in arrays and missing not in arrays:
-            raise checks.fail(op, "v_new" if missing == value else "k_new", "is None and the other is given", "both or neither")
-    _check_arrays({"append_paged": slot}.get(slot, f"gqa_{slot}"), slot, arrays)
-    if slot == "append_paged" and not packed and arrays["k"].shape[0] != arrays["lengths"].shape[0]:
-        came = f"has {arrays['k'].shape[0]} tokens for {arrays['lengths'].shape[0]} sequences"
-        raise checks.fail(op, "k_new", came, "one a sequence, or cu_seqlens_q")
+    arrays |= present(**dict(zip(names, (kv_lengths, k_new, v_new, cu_seqlens_q), strict=True)))
+    _check_arrays(called, slot, arrays)
 
     table, old = read["page_table"], read["kv_lengths"]
     pages, page_size = arrays["k_pages"].shape[:2]
     new = np.zeros_like(old)
-    if packed:
-        _check_bounds(op, "cu_seqlens_q", read["cu_seqlens_q"], arrays[key].shape[0])
+    shape = None if k_new is None else np.shape(k_new)
+    if cu_seqlens_q is not None and shape is not None:
+        _check_bounds(op, "cu_seqlens_q", read["cu_seqlens_q"], shape[0])
         new = np.diff(read["cu_seqlens_q"])
-    elif key in arrays:
-        new += arrays[key].shape[1] if arrays[key].ndim == 4 else 1
+    elif shape is not None:
+        new += shape[1] if len(shape) == 4 else 1
+        if q is None and shape[0] != len(old):
+            came = f"has {shape[0]} tokens for {len(old)} sequences"
+            raise checks.fail(op, "k_new", came, "one a sequence, or cu_seqlens_q")
     capacity = table.shape[1] * page_size
     _check_lengths(op, old, capacity)
     for b in np.flatnonzero(old + new > capacity):
@@ -169,20 +162,26 @@ def check_paged_inputs(
     _check_distinct(op, table, used, written, checks.static_bool(op, "allow_shared", allow_shared))
 
 
+# The paged ops' slots, and what each calls the lengths, the new keys and values, and their bounds.
+_PAGED_OPS = {
+    "gqa_decode_paged": ("decode_paged", ("kv_lengths", "k_new", "v_new", "cu_seqlens_q")),
+    "gqa_prefill_paged": ("prefill_paged", ("cache_lengths", "k", "v", "cu_seqlens_q")),
+    "append_paged": ("append_paged", ("lengths", "k", "v", "cu_seqlens")),
+}
+
+
 def _check_arrays(op: str, slot: str, arrays: dict[str, Any]) -> None:
     checks.check_shapes(op, slot, arrays)
     checks.check_types(op, arrays)
 
 
-def _values(op: str, arrays: dict[str, Any], *names: str) -> dict[str, np.ndarray]:
-    """The values of the arrays that are read, as int64."""
-    for name in names:
-        if isinstance(arrays.get(name), Tracer):
-            remedy = "Call it outside jit, grad, vmap and scan, on the arrays that go in."
-            raise checks.wrong_type(
-                op, name, f"is a tracer of type {arrays[name].aval}", "a concrete array, whose values can be read", remedy
-            )
-    return {name: np.asarray(arrays[name]).astype(np.int64) for name in names if name in arrays}
+def _values(op: str, **arrays: Any) -> dict[str, np.ndarray]:
+    """The values of the arrays that are given, as int64."""
+    for name, array in arrays.items():
+        if isinstance(array, Tracer):
+            came, rule = f"is a tracer of type {array.aval}", "a concrete array, whose values can be read"
+            raise checks.wrong_type(op, name, came, rule, "Call it outside jit, on the arrays that go in.")
+    return {name: np.asarray(array).astype(np.int64) for name, array in arrays.items() if array is not None}
 
 
 def _check_bounds(op: str, name: str, bounds: np.ndarray, tokens: int) -> None:
@@ -214,6 +213,6 @@ def _check_distinct(op: str, table: np.ndarray, used: np.ndarray, written: np.nd
         other = first.setdefault(page, (b, i))
         if other == (b, i) or (allow_shared and other[0] != b and not (written[b, i] or written[other])):
             continue
-        came = f"of sequence {b}, entry {i}, is page {page}, as sequence {other[0]}, entry {other[1]}"
-        rule = "a page of its own for every entry that is written" if allow_shared else "a page of its own"
+        came = f"of sequence {b}, entry {i}, is page {page}, as of sequence {other[0]}, entry {other[1]}"
+        rule = "unshared pages where this call writes" if allow_shared else "a page of its own"
         raise checks.fail(op, "page_table", came, rule)

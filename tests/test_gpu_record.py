@@ -1,6 +1,7 @@
 """The kernels at HEAD are the ones that last passed on hardware."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,8 @@ def test_digest_ignores_words_and_sees_code(module):
 def test_every_kernel_module_is_covered():
     names = {path.parent.name for path in kernel_sources()}
     assert "sm80" in names and "common" in names
+
+
+def test_gpu_tests_have_one_room():
+    marked = [p for p in RECORD.parent.rglob("test_*.py") if "mark.gpu" in p.read_text() and p != Path(__file__)]
+    assert marked and all(p.parent.name == "gpu" for p in marked)

@@ -116,7 +116,7 @@ class Source(Protocol):
         """Which of a tile's keys there are."""
         ...
 
-    def load(self, name: str, key: Array, ahead: Any, exists: Array | None) -> list[Array]:
+    def load(self, name: str, first: Array, ahead: Any, exists: Array | None) -> list[Array]:
         """The blocks of "k" or "v" of a tile; rows that do not exist are 0."""
         ...
 
@@ -130,6 +130,7 @@ class Rows:
     first_row: Array
     length: Array
     kv_head: Array
+    block_kv: int
 
     def ahead(self, first: Array) -> Any:
         """Nothing."""
@@ -141,10 +142,11 @@ class Rows:
         del ahead
         return key < self.length
 
-    def load(self, name: str, key: Array, ahead: Any, exists: Array | None) -> list[Array]:
+    def load(self, name: str, first: Array, ahead: Any, exists: Array | None) -> list[Array]:
         """Rows as they lie."""
         del ahead
-        return [load_rows(self.refs[name], self.first_row + key, self.kv_head, c, exists) for c in self.columns[name]]
+        rows = self.first_row + first + iota(self.block_kv)
+        return [load_rows(self.refs[name], rows, self.kv_head, c, exists) for c in self.columns[name]]
 
 
 class Queries(NamedTuple):
@@ -173,16 +175,17 @@ def attended(plan: Plan, state: State, q: Queries, keys: KeyRange, source: Sourc
     scale = q.raw_scale(softcap)
     factor = q.factor[:, None] if jnp.ndim(q.factor) else q.factor  # type: ignore[index]
 
-    def scores_of(key: Array, ahead: Any, exists: Array | None) -> Array:
-        k = source.load("k", key, ahead, exists)
+    def scores_of(first: Array, ahead: Any, exists: Array | None) -> Array:
+        k = source.load("k", first, ahead, exists)
         dots = functools.reduce(jnp.add, (dot(a, b, b_is_transposed=True) for a, b in zip(q.blocks, k, strict=True)))
         return dots if softcap is None else instructions.softcapped(dots, factor, softcap, interpret=plan.interpret)
 
     def visit(tile: Array, following: Array, carry: tuple[State, Any], is_edge: bool) -> tuple[State, Any]:
         (top, total, sums), ahead = carry
-        key = keys.begin + tile * block_kv + iota(block_kv)
+        first = keys.begin + tile * block_kv
+        key = first + iota(block_kv)
         exists = source.exists(key, ahead) if is_edge else None
-        scores = scores_of(key, ahead, exists)
+        scores = scores_of(first, ahead, exists)
         if exists is not None:
             scores = jnp.where(keys.visible(key, exists), scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -191,7 +194,7 @@ def attended(plan: Plan, state: State, q: Queries, keys: KeyRange, source: Sourc
         p = instructions.exp2_scaled(scores, rate[:, None], (base * rate)[:, None], interpret=plan.interpret)
         kept = instructions.exp2_scaled(top - base, rate, 0.0, interpret=plan.interpret)
         total = total * kept + jnp.sum(p, axis=1)
-        v = source.load("v", key, ahead, exists)
+        v = source.load("v", first, ahead, exists)
         sums = tuple(part * kept[:, None] + dot(p.astype(b.dtype), b) for part, b in zip(sums, v, strict=True))
         return State(new_top, total, sums), source.ahead(keys.begin + following * block_kv)
 

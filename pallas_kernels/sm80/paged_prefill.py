@@ -43,6 +43,7 @@ from pallas_kernels.xla.spans import segments
 
 Array = jax.Array
 MOST_SCALAR_PAGES = 8  # page ids that a tile reads as scalars
+FP8_WORDS = 32  # words of a product's inner length, or columns, whose decoded pairs fit the registers; 64 spills on 8.0
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,17 @@ class _Pages:
         page = self._page(ahead)
         return (key < self.request.cached) & (page >= 0) & (page < self.p.num_pages)
 
-    def load(self, name: str, key: Array, ahead: Any, exists: Array | None) -> list[Array]:
+    def _slot(self, first: Array) -> Array:
+        """Where in its page each key of a tile is."""
+        key, size = iota(self.p.plan.tile.block_kv), self.p.page_size
+        if self.p.ids_per_tile == 1:
+            return lax.rem(first, jnp.int32(size)) + key
+        return lax.rem(key if self.p.ids_per_tile else first + key, jnp.int32(size))
+
+    def load(self, name: str, first: Array, ahead: Any, exists: Array | None) -> list[Array]:
         """Operands of products."""
         ref, words = (self.refs[f"{name}_pages"], self.p.k_words if name == "k" else self.p.v_words)
-        page, (_, slot) = self._page(ahead), div_mod(key, self.p.page_size)
+        page, slot = self._page(ahead), self._slot(first)
 
         def loaded(chunk: Chunk) -> Array:
             where = place(slot, self.kv_head, chunk)
@@ -229,7 +237,7 @@ def _kernel(refs: dict[str, Any], out: dict[str, Any], *, p: _Cache) -> None:
         v_scale = plt.load(refs["v_scale"].at[request.index, kv_head])
         state = state._replace(sums=tuple(part * v_scale for part in state.sums))
     keys = key_range(plan, Span(0, request.keys, plan.right), token, request.token, request.q_len)
-    top, total, sums = attended(plan, state, new_q, keys, Rows(refs, columns, request.row, request.keys, kv_head))
+    top, total, sums = attended(plan, state, new_q, keys, Rows(refs, columns, request.row, request.keys, kv_head, plan.tile.block_kv))
 
     top = top * new_q.raw_scale(call.softcap)
     weight, lse = softmax.finished_rows(top, total, plt.load(refs["sinks"].at[q_head]) if "sinks" in refs else None)

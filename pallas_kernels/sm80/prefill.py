@@ -113,7 +113,8 @@ def _kernel(refs: dict[str, Any], out: dict[str, Any], *, plan: Plan) -> None:
     q = _queries(refs, call, blocks, request.index, kv_head)
     span = Span(request.kv_len - request.q_len, request.kv_len, plan.right)
     keys = key_range(plan, span, token, request.token, request.q_len)
-    source = Rows(refs, {"k": plan.k_chunks, "v": plan.v_chunks}, request.kv_row, request.kv_len, kv_head)
+    columns = {"k": plan.k_chunks, "v": plan.v_chunks}
+    source = Rows(refs, columns, request.kv_row, request.kv_len, kv_head, plan.tile.block_kv)
     top, total, sums = attended(plan, nothing_seen(block_q, plan.v_chunks), q, keys, source)
     top, total = jnp.where(live, top * q.raw_scale(call.softcap), -jnp.inf), jnp.where(live, total, 0.0)
 

@@ -80,7 +80,9 @@ def _step(cache, what, tokens, rows):
     return cache.fits(tokens), cache.fits(tokens, fresh=True), jax.lax.switch(what, branches, cache)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"num_pages": 40}, {"num_pages": 3, "page_size": 1}, {"page_size": 19, "max_pages": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"num_pages": 40}, {"num_pages": 3, "page_size": 1}, {"page_size": 19, "max_pages": 2}], ids=str
+)
 def test_any_sequence_of_steps_keeps_the_promises(sizes):
     cache, rng = _cache(**sizes), np.random.default_rng(0)
     model = Model(cache.num_pages, cache.page_size, cache.batch, cache.page_table.shape[1])
@@ -152,7 +154,9 @@ def test_an_exhausted_pool_leaves_entries_empty_and_drops_their_tokens():
     o = gqa_decode_paged(_normal(2, 4, 4, 8), cache.k_pages, cache.v_pages, cache.page_table, cache.lengths)
     dense = [(k[0:6], v[0:6]), (k[:0], v[:0]), (k[6:14], v[6:14]), (k[:0], v[:0])]
     for b, (keys, values) in enumerate(dense):
-        want, _ = oracle.gqa_decode(np.asarray(_normal(2, 4, 4, 8))[b : b + 1], np.asarray(keys)[None], np.asarray(values)[None])
+        want, _ = oracle.gqa_decode(
+            np.asarray(_normal(2, 4, 4, 8))[b : b + 1], np.asarray(keys)[None], np.asarray(values)[None]
+        )
         np.testing.assert_allclose(o[b], want[0], rtol=1e-5, atol=1e-6)
 
 
@@ -285,7 +289,9 @@ def test_a_serving_loop_never_retraces_and_matches_dense_attention():
         for b in np.flatnonzero(~active):
             dense[b] = dense[b][:, :0]
         np.testing.assert_array_equal(cache.lengths, [x.shape[1] for x in dense])
-        o = gqa_decode_paged(np.ones((batch, 2, dim), np.float32), cache.k_pages, cache.v_pages, cache.page_table, cache.lengths)
+        o = gqa_decode_paged(
+            np.ones((batch, 2, dim), np.float32), cache.k_pages, cache.v_pages, cache.page_table, cache.lengths
+        )
         assert not np.asarray(o)[~active].any()
     assert sorted(traces) == ["admit", "decode"]
 
@@ -338,16 +344,32 @@ def test_x64_mode_changes_nothing():
         (lambda c: _cache(batch=None), TypeError, "batch is None; need a Python int"),
         (lambda c: _cache(num_pages=2**30, num_layers=2), ValueError, "num_pages is 1073741824 for 2 layers; need fewer than"),
         (lambda c: _cache(dtype=jnp.int8), TypeError, "dtype is int8; need one of float16, bfloat16, float32, float8_e4m3fn"),
-        (lambda c: c.allocate(jnp.ones(3, jnp.int32)), ValueError, r"PagedKVCache.allocate: tokens has shape \(3,\); need \(4,\)"),
-        (lambda c: c.extend(jnp.ones(4)), TypeError, "PagedKVCache.extend: tokens has element type float32; need an integer type"),
+        (
+            lambda c: c.allocate(jnp.ones(3, jnp.int32)),
+            ValueError,
+            r"PagedKVCache.allocate: tokens has shape \(3,\); need \(4,\)",
+        ),
+        (
+            lambda c: c.extend(jnp.ones(4)),
+            TypeError,
+            "PagedKVCache.extend: tokens has element type float32; need an integer type",
+        ),
         (lambda c: c.advance([True] * 4), TypeError, "PagedKVCache.advance: tokens has element type bool"),
         (lambda c: c.fits(1, fresh=1), TypeError, "PagedKVCache.fits: fresh is 1; need True or False"),
         (lambda c: c.free(jnp.array([0, 2])), ValueError, r"PagedKVCache.free: rows has shape \(2,\); need \(4,\)"),
         (lambda c: c.free(jnp.arange(4)), TypeError, "PagedKVCache.free: rows has element type int32; need bool"),
         (lambda c: c.layer_table(1), ValueError, "PagedKVCache.layer_table: layer is 1; need an int from 0 to 0"),
         (lambda c: c.layer_table(0.0), TypeError, "PagedKVCache.layer_table: layer is 0.0; need an int, or an integer scalar"),
-        (lambda c: c.append(jnp.ones((3, 2, 8)), jnp.ones((3, 2, 8))), ValueError, "append_paged: k has 3 tokens for 4 sequences"),
-        (lambda c: c.append(jnp.ones((4, 2, 8)), jnp.ones((4, 2, 8)), advance=0), TypeError, "PagedKVCache.append: advance is 0"),
+        (
+            lambda c: c.append(jnp.ones((3, 2, 8)), jnp.ones((3, 2, 8))),
+            ValueError,
+            "append_paged: k has 3 tokens for 4 sequences",
+        ),
+        (
+            lambda c: c.append(jnp.ones((4, 2, 8)), jnp.ones((4, 2, 8)), advance=0),
+            TypeError,
+            "PagedKVCache.append: advance is 0",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call, error, message):

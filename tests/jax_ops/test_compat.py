@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import jax_ops
 from dispatch_core import CATALOGUE
 from jax_ops import bands, dot_product_attention
+from jax_ops.options import common
 from tests import oracle
 from tests.tolerance import assert_same_bits
 
@@ -257,7 +259,9 @@ def _score_arrays(kinds, t, s, dtype=np.float32):
     arrays = {}
     for name, lead in kinds.items():
         shape = (*lead, s) if len(lead) == 3 else (*lead, t, s)
-        arrays[name] = jnp.asarray(rng.random(shape) < 0.7) if name == "mask" else jnp.asarray(rng.standard_normal(shape), dtype)
+        arrays[name] = (
+            jnp.asarray(rng.random(shape) < 0.7) if name == "mask" else jnp.asarray(rng.standard_normal(shape), dtype)
+        )
     return arrays
 
 
@@ -344,6 +348,22 @@ def test_changing_lengths_do_not_retrace():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_sharded_over_batch_and_heads(masked, explicit):
+    q, k, v = _arrays(6, 6)
+    options = CASES["padding_causal"] | ({"mask": jnp.ones((B, 1, 1, 6), bool)} if masked else {})
+    want = dot_product_attention(q, k, v, **options)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit if explicit else AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P("data", *spec)))  # noqa: E731
+        q, k, v = (place(x, None, "model") for x in (q, k, v))
+        options = {n: place(x) if n.endswith("lengths") or n == "mask" else x for n, x in options.items()}
+        run = jax.jit(lambda *a: dot_product_attention(*a, **options))
+        _close(run(q, k, v), want)
+        assert "all-gather" not in run.lower(q, k, v).compile().as_text()
+
+
 def test_a_mask_is_logged_once_for_each_distinct_call(caplog):
     q, k, v = _arrays(3, 11)
     with caplog.at_level(logging.INFO, "jax_ops"):
@@ -366,7 +386,7 @@ def test_scores_of_a_masked_float32_call_are_full_float32():
 
 def test_implementation_xla_names_the_build(monkeypatch):
     builds = []
-    monkeypatch.setattr(bands, "common", lambda *a, build, **kw: builds.append(build) or jax_ops.options.common(*a, build=build, **kw))
+    monkeypatch.setattr(bands, "common", lambda *a, build, **kw: builds.append(build) or common(*a, build=build, **kw))
     q, k, v = _arrays(3, 3)
     for implementation, build in ((None, None), ("xla", None), (None, "xla"), ("xla", "xla")):
         jax.eval_shape(lambda i=implementation, b=build: dot_product_attention(q, k, v, implementation=i, build=b))
@@ -382,43 +402,71 @@ def test_implementation_cudnn_is_handed_over(monkeypatch):
     assert calls == [((q, k, v, None, None), {**options, "implementation": "cudnn", "return_residual": False})]
 
 
-Q, KV = np.zeros((B, 5, N, H), np.float32), np.zeros((B, 7, K, H), np.float32)
+def _zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+Q, KV, ON = _zeros(B, 5, N, H), _zeros(B, 7, K, H), np.ones((5, 7), bool)
 ERRORS = [
-    ({"query": np.zeros((5, H), np.float32)}, ValueError, r"query has shape \(5, 8\); need 4 axes \(batch, tokens, heads, head size\)"),
-    ({"key": np.zeros((3, 7, K, H), np.float32)}, ValueError, r"key has shape \(3, 7, 2, 8\); need \(2, 7, 2, 8\), to match query"),
-    ({"key": np.zeros((B, 7, K, 4), np.float32)}, ValueError, r"key has shape \(2, 7, 2, 4\); need \(2, 7, 2, 8\), to match query"),
-    ({"value": np.zeros((B, 8, K, H), np.float32)}, ValueError, r"value has shape \(2, 8, 2, 8\); need \(2, 7, 2, 8\), to match key"),
-    ({"value": np.zeros((B, 7, 1, H), np.float32)}, ValueError, r"value has shape \(2, 7, 1, 8\); need \(2, 7, 2, 8\), to match key"),
-    ({"query": np.zeros((B, 5, 3, H), np.float32)}, ValueError, "query has 3 heads; need a multiple of the 2 heads of key"),
-    ({"query": np.zeros((B, 5, 0, H), np.float32)}, ValueError, r"query has shape \(2, 5, 0, 8\); need at least 1 head"),
+    ({"query": _zeros(5, H)}, ValueError, r"query has shape \(5, 8\); need 4 axes \(batch, tokens, heads, head size\)"),
+    ({"key": _zeros(3, 7, K, H)}, ValueError, r"key has shape \(3, 7, 2, 8\); need \(2, 7, 2, 8\), to match query"),
+    ({"key": _zeros(B, 7, K, 4)}, ValueError, r"key has shape \(2, 7, 2, 4\); need \(2, 7, 2, 8\), to match query"),
+    ({"value": _zeros(B, 8, K, H)}, ValueError, r"value has shape \(2, 8, 2, 8\); need \(2, 7, 2, 8\), to match key"),
+    ({"value": _zeros(B, 7, 1, H)}, ValueError, r"value has shape \(2, 7, 1, 8\); need \(2, 7, 2, 8\), to match key"),
+    ({"query": _zeros(B, 5, 3, H)}, ValueError, "query has 3 heads; need a multiple of the 2 heads of key"),
+    ({"query": _zeros(B, 5, 0, H)}, ValueError, r"query has shape \(2, 5, 0, 8\); need at least 1 head"),
     ({"query": Q.astype(np.int32)}, TypeError, "query has element type int32; need one of float16, bfloat16, float32"),
     ({"key": KV.astype(np.float16)}, TypeError, "key has element type float16; need float32, as query has"),
-    ({"query_seq_lengths": np.zeros(3, np.int32)}, ValueError, r"query_seq_lengths has shape \(3,\); need \(2,\), one entry a sequence"),
-    ({"key_value_seq_lengths": np.zeros(2, np.float32)}, TypeError, "key_value_seq_lengths has element type float32; need an integer"),
-    ({"sinks": np.zeros(2, np.float32)}, ValueError, r"sinks has shape \(2,\); need \(4,\), one per query head"),
-    ({"bias": np.zeros((1, 2, 5, 7), np.float32)}, ValueError, r"bias has shape \(1, 2, 5, 7\); need broadcastable to \(2, 4, 5, 7\)"),
-    ({"mask": np.zeros((1, B, N, 5, 7), bool)}, ValueError, r"mask has shape \(1, 2, 4, 5, 7\); need broadcastable to \(2, 4, 5, 7\)"),
-    ({"mask": np.zeros((5, 7), np.float32)}, TypeError, "mask has element type float32; need bool. Pass what is to be added"),
-    ({"bias": np.zeros((5, 7), bool)}, TypeError, "bias has element type bool; need a float type"),
+    (
+        {"query_seq_lengths": _zeros(3, dtype=np.int32)},
+        ValueError,
+        r"query_seq_lengths has shape \(3,\); need \(2,\), one entry a sequence",
+    ),
+    ({"key_value_seq_lengths": _zeros(2)}, TypeError, "key_value_seq_lengths has element type float32; need an integer"),
+    ({"sinks": _zeros(2)}, ValueError, r"sinks has shape \(2,\); need \(4,\), one per query head"),
+    ({"bias": _zeros(1, 2, 5, 7)}, ValueError, r"bias has shape \(1, 2, 5, 7\); need broadcastable to \(2, 4, 5, 7\)"),
+    (
+        {"mask": _zeros(1, B, N, 5, 7, dtype=bool)},
+        ValueError,
+        r"mask has shape \(1, 2, 4, 5, 7\); need broadcastable to \(2, 4, 5, 7\)",
+    ),
+    ({"mask": _zeros(5, 7)}, TypeError, "mask has element type float32; need bool. Pass what is to be added"),
+    ({"bias": _zeros(5, 7, dtype=bool)}, TypeError, "bias has element type bool; need a float type"),
     ({"local_window_size": (1, 2, 3)}, TypeError, r"local_window_size is \(1, 2, 3\); need an int, or a pair"),
-    ({"local_window_size": (1.0, 2)}, TypeError, r"local_window_size is \(1.0, 2\); need an int, or a pair \(left, right\) of ints"),
-    ({"local_window_size": (-1, 2)}, ValueError, r"local_window_size is \(-1, 2\); need ints of 0 or more, or None for no window"),
+    (
+        {"local_window_size": (1.0, 2)},
+        TypeError,
+        r"local_window_size is \(1.0, 2\); need an int, or a pair \(left, right\) of ints",
+    ),
+    (
+        {"local_window_size": (-1, 2)},
+        ValueError,
+        r"local_window_size is \(-1, 2\); need ints of 0 or more, or None for no window",
+    ),
     ({"is_causal": 1}, TypeError, "is_causal is 1; need True or False"),
     ({"return_residual": None}, TypeError, "return_residual is None; need True or False"),
     ({"scale": "big"}, TypeError, "scale is 'big'; need a Python number or None"),
     ({"scale": np.nan}, ValueError, "scale is nan; need a finite number"),
-    ({"scale": np.nan, "mask": np.ones((5, 7), bool)}, ValueError, "scale is nan; need a finite number"),
+    ({"scale": np.nan, "mask": ON}, ValueError, "scale is nan; need a finite number"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0; need 0 or more"),
-    ({"softcap": -1.0, "mask": np.ones((5, 7), bool)}, ValueError, "softcap is -1.0; need 0 or more"),
+    ({"softcap": -1.0, "mask": ON}, ValueError, "softcap is -1.0; need 0 or more"),
     ({"implementation": "triton"}, ValueError, "implementation is 'triton'; need None, 'xla' or 'cudnn'"),
-    ({"implementation": "xla", "build": "sm90"}, ValueError, "build is 'sm90' and implementation is 'xla'; need one of the two"),
-    ({"implementation": "cudnn", "softcap": 3.0}, ValueError, "softcap is given and implementation is 'cudnn'; need implementation None"),
+    (
+        {"implementation": "xla", "build": "sm90"},
+        ValueError,
+        "build is 'sm90' and implementation is 'xla'; need one of the two",
+    ),
+    (
+        {"implementation": "cudnn", "softcap": 3.0},
+        ValueError,
+        "softcap is given and implementation is 'cudnn'; need implementation None",
+    ),
     ({"implementation": "cudnn", "interpret": True}, ValueError, "interpret is given and implementation is 'cudnn'"),
-    ({"build": "sm90", "mask": np.ones((5, 7), bool)}, ValueError, "build is 'sm90' with a mask; need None or 'xla'.*argument"),
+    ({"build": "sm90", "mask": ON}, ValueError, "build is 'sm90' with a mask; need None or 'xla'.*argument"),
     ({"kernel_map": dict(CATALOGUE), "bias": np.ones((5, 7))}, ValueError, "kernel_map is given with a bias; need None"),
-    ({"interpret": True, "device": "H200", "mask": np.ones((5, 7), bool)}, ValueError, "interpret is True with a mask; need False"),
+    ({"interpret": True, "device": "H200", "mask": ON}, ValueError, "interpret is True with a mask; need False"),
     ({"kernel_map": {"gqa": 0}}, ValueError, "kernel_map has the key 'gqa'; need one of"),
-    ({"device": "H2000", "mask": np.ones((5, 7), bool)}, ValueError, "device is 'H2000'; need one of"),
+    ({"device": "H2000", "mask": ON}, ValueError, "device is 'H2000'; need one of"),
 ]
 
 

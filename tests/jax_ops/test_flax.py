@@ -166,8 +166,18 @@ def test_inactive_dropout_is_no_dropout():
 
 
 LAYER_ERRORS = [
-    ({"dropout_rate": 0.5, "deterministic": False}, {}, ValueError, "dropout_rate is 0.5 and deterministic is False; need no dropout"),
-    ({}, {"sow_weights": True}, ValueError, r"module was passed by the layer \(sow_weights\); need no use of the attention weights"),
+    (
+        {"dropout_rate": 0.5, "deterministic": False},
+        {},
+        ValueError,
+        "dropout_rate is 0.5 and deterministic is False; need no dropout",
+    ),
+    (
+        {},
+        {"sow_weights": True},
+        ValueError,
+        r"module was passed by the layer \(sow_weights\); need no use of the attention weights",
+    ),
 ]
 
 
@@ -196,7 +206,9 @@ def test_what_nnx_asks_in_vain_is_named(options, call, error, message):
 
 def test_what_a_layer_passes_beyond_its_time_is_named():
     positions = jnp.broadcast_to(jnp.arange(TOKENS), (2, TOKENS))
-    with pytest.raises(TypeError, match="flax_attention_fn: input_positions was passed by the layer; need a layer that does without"):
+    with pytest.raises(
+        TypeError, match="flax_attention_fn: input_positions was passed by the layer; need a layer that does without"
+    ):
         _nnx(flax_attention_fn())(_inputs(2), input_positions=positions)
 
 
@@ -211,12 +223,24 @@ Q = np.zeros((2, 5, HEADS, 4), np.float32)
         (lambda: flax_attention_fn(scale="1"), TypeError, "scale is '1'; need a Python number or None"),
         (lambda: flax_attention_fn(softcap=-2.0), ValueError, "softcap is -2.0; need 0 or more"),
         (lambda: flax_attention_fn()(Q, Q[:1], Q), ValueError, r"key has shape \(1, 5, 4, 4\); need the axes \(2,\) of query"),
-        (lambda: flax_attention_fn()(Q, Q, Q[:, :3]), ValueError, r"value has shape \(2, 3, 4, 4\); need \(2, 5, 4, 4\), to match key"),
+        (
+            lambda: flax_attention_fn()(Q, Q, Q[:, :3]),
+            ValueError,
+            r"value has shape \(2, 3, 4, 4\); need \(2, 5, 4, 4\), to match key",
+        ),
         (lambda: flax_attention_fn()(Q[0, 0], Q, Q), ValueError, r"query has shape \(4, 4\); need"),
-        (lambda: flax_attention_fn()(Q, Q, Q, mask=np.ones((5, 6))), ValueError, r"mask has shape \(1, 1, 5, 6\); need broadcastable"),
+        (
+            lambda: flax_attention_fn()(Q, Q, Q, mask=np.ones((5, 6))),
+            ValueError,
+            r"mask has shape \(1, 1, 5, 6\); need broadcastable",
+        ),
         (lambda: flax_attention_fn()(Q, Q, Q, is_causal=3), TypeError, "is_causal is 3; need True or False"),
         (lambda: flax_attention_fn(device="H2000")(Q, Q, Q), ValueError, "device is 'H2000'; need one of"),
-        (lambda: flax_attention_fn(build="sm90")(Q, Q, Q, mask=np.ones((5, 5))), ValueError, "build is 'sm90' with a mask; need None"),
+        (
+            lambda: flax_attention_fn(build="sm90")(Q, Q, Q, mask=np.ones((5, 5))),
+            ValueError,
+            "build is 'sm90' with a mask; need None",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call, error, message):

@@ -115,9 +115,16 @@ def test_new_tokens_need_room_and_pages():
     check_paged_inputs(**_paged(**packed, **lengths, cu_seqlens_q=_int32(0, 3, 3, 4)))
     check_paged_inputs(**_paged(**packed, **lengths, cu_seqlens_q=_int32(0, 2, 2, 4)))
     check_paged_inputs(**_paged(q=None, **_new(4), **lengths, cu_seqlens_q=_int32(0, 3, 3, 4)))
-    check_paged_inputs(**_paged(q=None, **_new(3), page_table=_int32([0, 1, 2], [3, 4, 5], [6, 7, 8]), kv_lengths=_int32(11, 0, 3)))
     check_paged_inputs(
-        **_paged(q=np.zeros((3, 2, 4, 8), np.float32), **_new(3, 2), page_table=np.arange(9).reshape(3, 3), kv_lengths=_int32(10, 0, 3))
+        **_paged(q=None, **_new(3), page_table=_int32([0, 1, 2], [3, 4, 5], [6, 7, 8]), kv_lengths=_int32(11, 0, 3))
+    )
+    check_paged_inputs(
+        **_paged(
+            q=np.zeros((3, 2, 4, 8), np.float32),
+            **_new(3, 2),
+            page_table=np.arange(9).reshape(3, 3),
+            kv_lengths=_int32(10, 0, 3),
+        )
     )
 
 
@@ -129,11 +136,11 @@ PAGED_ERRORS = [
     ({"page_table": _int32([8, 9, -1], [0] * 3, [1, 0, 2])}, "page_table of sequence 0, entry 1, is 9; need 0 to 8, a page"),
     (
         {"page_table": _int32([8, 3, -1], [0] * 3, [1, 3, 2])},
-        "page_table of sequence 2, entry 1, is page 3, as sequence 0, entry 1; need a page of its own",
+        "page_table of sequence 2, entry 1, is page 3, as of sequence 0, entry 1; need a page of its own",
     ),
     (
         {"page_table": _int32([8, 8, -1], [0] * 3, [1, 3, 2]), "allow_shared": True},
-        "page_table of sequence 0, entry 1, is page 8, as sequence 0, entry 0; need a page of its own for every entry that is written",
+        "page_table of sequence 0, entry 1, is page 8, as of sequence 0, entry 0; need unshared pages",
     ),
     (_new(3), "kv_lengths of sequence 2 is 12, with 1 new tokens; need room in the 12 of the capacity"),
     (
@@ -150,9 +157,12 @@ PAGED_ERRORS = [
     ),
     ({"k_new": _new(3)["k_new"]}, "v_new is None and the other is given; need both or neither"),
     ({"v_new": _new(3)["v_new"]}, "k_new is None and the other is given; need both or neither"),
-    ({"q": None}, "k_new is None; need the new keys"),
+    ({"q": None}, "k_new is None; need the new keys, k of append_paged"),
     ({"q": None, **_new(4)}, "k_new has 4 tokens for 3 sequences; need one a sequence, or cu_seqlens_q"),
-    ({"v_pages": np.zeros((9, 5, 2, 8), np.float32)}, r"gqa_decode_paged: v_pages has shape \(9, 5, 2, 8\), so page_size is 5; need 4"),
+    (
+        {"v_pages": np.zeros((9, 5, 2, 8), np.float32)},
+        r"gqa_decode_paged: v_pages has shape \(9, 5, 2, 8\), so page_size is 5; need 4",
+    ),
 ]
 
 
@@ -168,7 +178,7 @@ def test_a_shared_prefix_passes_when_it_is_allowed_and_not_written():
     new = {**_new(3), "kv_lengths": _int32(5, 0, 6), "allow_shared": True}
     check_paged_inputs(**_paged(**table, **new))
     shared_tail = {"page_table": _int32([8, 3, 4], [0] * 3, [8, 3, 2])}
-    with pytest.raises(ValueError, match="sequence 2, entry 1, is page 3, as sequence 0, entry 1"):
+    with pytest.raises(ValueError, match="sequence 2, entry 1, is page 3, as of sequence 0, entry 1"):
         check_paged_inputs(**_paged(**shared_tail, **new))
 
 
@@ -191,9 +201,15 @@ def test_wrong_types_are_named_as_by_the_op():
         (check_decode_inputs, _decode(), "kv_lengths"),
         (check_paged_inputs, _paged(), "kv_lengths"),
         (check_paged_inputs, _paged(), "page_table"),
-        (check_paged_inputs, _paged(q=np.zeros((4, 4, 8), np.float32), **_new(4), cu_seqlens_q=_int32(0, 3, 3, 4)), "cu_seqlens_q"),
+        (
+            check_paged_inputs,
+            _paged(q=np.zeros((4, 4, 8), np.float32), **_new(4), cu_seqlens_q=_int32(0, 3, 3, 4)),
+            "cu_seqlens_q",
+        ),
     ],
 )
 def test_a_tracer_is_refused_by_name(check, arrays, name):
-    with pytest.raises(TypeError, match=f"{check.__name__}: {name} is a tracer of type int32.*need a concrete array.*outside jit"):
+    with pytest.raises(
+        TypeError, match=f"{check.__name__}: {name} is a tracer of type int32.*need a concrete array.*outside jit"
+    ):
         jax.jit(lambda x: check(**(arrays | {name: x})))(arrays[name])

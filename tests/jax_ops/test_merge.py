@@ -144,7 +144,10 @@ def test_halves_of_the_keys_merge_to_the_whole(op):
 def test_eight_splits_of_one_key_merge_to_it():
     """Seven of eight splits are empty, as in split decoding of a short sequence."""
     rng = np.random.default_rng(0)
-    q, k = jnp.asarray(rng.standard_normal((1, 4, 8)), jnp.float32), jnp.asarray(rng.standard_normal((1, 16, 2, 8)), jnp.float32)
+    q, k = (
+        jnp.asarray(rng.standard_normal((1, 4, 8)), jnp.float32),
+        jnp.asarray(rng.standard_normal((1, 16, 2, 8)), jnp.float32),
+    )
     for length in (0, 1):
         keys = [k[:, first : first + 2] for first in range(0, 16, 2)]
         parts = [gqa_decode(q, x, x, jnp.clip(length - 2 * jnp.array([i]), 0, 2), return_lse=True) for i, x in enumerate(keys)]
@@ -169,7 +172,11 @@ def test_sinks_given_to_one_part_count_once():
     "change, error, message",
     [
         ({"o_b": (2, 3, 4, 9)}, ValueError, r"merge_attention: o_b has shape \(2, 3, 4, 9\); need \(2, 3, 4, 8\), as o_a has."),
-        ({"lse_a": (2, 4, 3)}, ValueError, r"lse_a has shape \(2, 4, 3\); need \(2, 3, 4\), the shape of o_a without its last axis"),
+        (
+            {"lse_a": (2, 4, 3)},
+            ValueError,
+            r"lse_a has shape \(2, 4, 3\); need \(2, 3, 4\), the shape of o_a without its last axis",
+        ),
         ({"lse_b": (2, 3, 4, 1)}, ValueError, r"lse_b has shape \(2, 3, 4, 1\); need \(2, 3, 4\)"),
         ({"o_a": "int32"}, TypeError, "o_a has element type int32; need one of float16, bfloat16, float32"),
         ({"o_b": "bfloat16"}, TypeError, "o_b has element type bfloat16; need float32, as o_a has"),
