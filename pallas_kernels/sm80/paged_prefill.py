@@ -65,15 +65,21 @@ class _Cache:
     def k_words(self) -> tuple[Chunk, ...]:
         """The blocks of a row of the pool of keys."""
         call = self.plan.call
-        return head_chunks(call.head_dim // self.pack, FLOAT32_INNER if call.dtype == "float32" else None)
+        widest = FLOAT32_INNER if call.dtype == "float32" else FP8_WORDS if self._decodes_in_registers else None
+        return head_chunks(call.head_dim // self.pack, widest)
 
     @property
     def v_words(self) -> tuple[Chunk, ...]:
-        """The blocks of a row of the pool of values."""
+        """The blocks of a row of the pool of values; see `Plan.v_chunks`."""
         tile = self.plan.tile
-        return head_chunks(
-            self.plan.call.v_dim // self.pack, tile.block_q if tile.block_q >= MIN_DOT * tile.num_warps else None
-        )
+        tall = tile.block_q if tile.block_q >= MIN_DOT * tile.num_warps else None
+        return head_chunks(self.plan.call.v_dim // self.pack, FP8_WORDS if self._decodes_in_registers else tall)
+
+    @property
+    def _decodes_in_registers(self) -> bool:
+        """Whether FP8 operands stay where they are decoded: only the matrix units of 9.0 and 10.x read shared memory."""
+        call = self.plan.call
+        return call.cache_dtype == FLOAT8 and not 90 <= call.device.arch < 120
 
     def strided(self, words: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         """Those blocks as columns of a row of elements: the even ones of a block, then the odd ones."""
@@ -196,7 +202,7 @@ def _cache_queries(refs: dict[str, Any], p: _Cache, request: _Request, kv_head: 
     FP8 keys are exact in float16. A bfloat16 query may be out of its range, so each row gives up a power of two first.
     """
     call = p.plan.call
-    factor: Any = call.softmax_scale
+    factor: Any = float(call.softmax_scale)
     if "k_scale" in refs:
         factor = factor * plt.load(refs["k_scale"].at[request.index, kv_head])
     if call.cache_dtype != FLOAT8 or call.dtype != "bfloat16":
@@ -229,9 +235,7 @@ def _kernel(refs: dict[str, Any], out: dict[str, Any], *, p: _Cache) -> None:
     keys = keys._replace(full_to=jnp.where(request.is_whole != 0, keys.full_to, keys.full_from))
     state = attended(plan, nothing_seen(block_q, columns["v"]), q, keys, _Pages(refs, p, request, kv_head, q.blocks[0].dtype))
 
-    new_q = positively_scaled(queries() if call.cache_dtype == FLOAT8 else q.blocks, call.softmax_scale)
-    if call.cache_dtype != FLOAT8:
-        new_q = q
+    new_q = positively_scaled(queries(), float(call.softmax_scale)) if call.cache_dtype == FLOAT8 else q
     state = _rescaled(state, q.raw_scale(call.softcap), new_q.raw_scale(call.softcap))
     if "v_scale" in refs:
         v_scale = plt.load(refs["v_scale"].at[request.index, kv_head])

@@ -41,6 +41,16 @@ def step(op, k_pages, v_pages, page_table, lengths, q, k):
     return o, *pools
 
 
+@pytest.mark.parametrize("op", ["append", "decode", "prefill"])
+def test_no_array_is_wider_than_32_bits_in_x64_mode(op):
+    shape = jax.ShapeDtypeStruct
+    pool, new = shape((POOL, PAGE, 2, 16), jnp.bfloat16), shape((BATCH, 2, 16), jnp.bfloat16)
+    tables = shape((BATCH, MAX_PAGES), jnp.int32), shape((BATCH,), jnp.int32)
+    with jax.enable_x64(True):
+        jaxpr = jax.make_jaxpr(partial(step, op))(pool, pool, *tables, shape((BATCH, 4, 16), jnp.bfloat16), new)
+    assert not re.findall(r"[fiu]64\[\d", str(jaxpr))
+
+
 @pytest.mark.parametrize("in_scan", [False, True], ids=["alone", "in scan"])
 @pytest.mark.parametrize("op", ["append", "decode", "prefill"])
 def test_donated_pools_are_updated_in_place(op, in_scan):
