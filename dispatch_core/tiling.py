@@ -153,6 +153,7 @@ def _tile(block_q: int, block_kv: int, num_warps: int, num_stages: int) -> TileC
 
 _ACC = "derived: float32 accumulator and scores within 128 registers a thread"
 _RING = "derived: as the wider part's, with the ring that 99 KiB hold"
+_DECODED = "derived: an FP8 cache's decoded keys and values beside the accumulator within 255 registers a thread"
 _NARROW = (1, 2)
 
 _SM80_PREFILL = Policy(
@@ -161,34 +162,49 @@ _SM80_PREFILL = Policy(
         Table(
             90,
             227 * KIB,
-            _rows(
-                (_NARROW, 64, _tile(128, 64, 4, 3), "measured: H200, causal 2x4096 407 TFLOP/s, 8 warps 401"),
-                (_NARROW, 128, _tile(128, 64, 4, 2), "measured: H200, causal 2x4096 482 TFLOP/s, 8 warps in 3 stages 443"),
-                (_NARROW, 192, _tile(128, 64, 8, 3), "measured: H200, 192/128 causal 2x4096 441 TFLOP/s, 2 stages 372"),
-                (_NARROW, 256, _tile(128, 64, 8, 2), "measured: H200, causal 1x8192 468 TFLOP/s, 32 keys in 3 stages 446"),
+            (
+                Row(2, 128, _tile(128, 64, 8, 2), _DECODED, kv_bytes=1),
+                Row(2, 256, _tile(64, 64, 8, 2), _DECODED, kv_bytes=1),
+                *_rows(
+                    (_NARROW, 64, _tile(128, 64, 4, 3), "measured: H200, causal 2x4096 407 TFLOP/s, 8 warps 401"),
+                    (_NARROW, 128, _tile(128, 64, 4, 2), "measured: H200, causal 2x4096 482 TFLOP/s, 8 warps in 3 stages 443"),
+                    (_NARROW, 192, _tile(128, 64, 8, 3), "measured: H200, 192/128 causal 2x4096 441 TFLOP/s, 2 stages 372"),
+                    (_NARROW, 256, _tile(128, 64, 8, 2), "measured: H200, causal 1x8192 468 TFLOP/s, 32 keys in 3 stages 446"),
+                ),
             ),
         ),
         Table(
             80,
             163 * KIB,
-            _rows(
-                (_NARROW, 64, _tile(128, 64, 4, 3), _ACC),
-                (_NARROW, 128, _tile(128, 64, 8, 3), _ACC),
-                (_NARROW, 256, _tile(64, 32, 8, 3), _ACC),
-                (_NARROW, 512, _tile(32, 16, 8, 2), _ACC),
-                ((4,), 64, _tile(64, 32, 4, 2), _ACC),
-                ((4,), 128, _tile(64, 32, 8, 2), _ACC),
-                ((4,), 256, _tile(32, 16, 8, 2), _ACC),
+            (
+                Row(2, 64, _tile(64, 64, 4, 3), _DECODED, kv_bytes=1),
+                Row(2, 128, _tile(64, 32, 4, 3), _DECODED, kv_bytes=1),
+                Row(2, 256, _tile(64, 16, 8, 2), _DECODED, kv_bytes=1),
+                Row(4, 128, _tile(32, 32, 4, 2), _DECODED, kv_bytes=1),
+                *_rows(
+                    (_NARROW, 64, _tile(128, 64, 4, 3), _ACC),
+                    (_NARROW, 128, _tile(128, 64, 8, 3), _ACC),
+                    (_NARROW, 256, _tile(64, 32, 8, 3), _ACC),
+                    (_NARROW, 512, _tile(32, 16, 8, 2), _ACC),
+                    ((4,), 64, _tile(64, 32, 4, 2), _ACC),
+                    ((4,), 128, _tile(64, 32, 8, 2), _ACC),
+                    ((4,), 256, _tile(32, 16, 8, 2), _ACC),
+                ),
             ),
         ),
         Table(
             80,
             99 * KIB,
-            _rows(
-                (_NARROW, 64, _tile(128, 64, 4, 3), _RING),
-                (_NARROW, 128, _tile(128, 32, 8, 3), _RING),
-                (_NARROW, 256, _tile(64, 32, 8, 2), _RING),
-                ((4,), 64, _tile(64, 32, 4, 2), _RING),
+            (
+                Row(2, 64, _tile(64, 64, 4, 3), _DECODED, kv_bytes=1),
+                Row(2, 128, _tile(64, 32, 4, 3), _DECODED, kv_bytes=1),
+                Row(2, 256, _tile(64, 16, 8, 2), _DECODED, kv_bytes=1),
+                *_rows(
+                    (_NARROW, 64, _tile(128, 64, 4, 3), _RING),
+                    (_NARROW, 128, _tile(128, 32, 8, 3), _RING),
+                    (_NARROW, 256, _tile(64, 32, 8, 2), _RING),
+                    ((4,), 64, _tile(64, 32, 4, 2), _RING),
+                ),
             ),
         ),
     ),

@@ -18,6 +18,11 @@ def device_from_jax(device: Any) -> Device:
 
     The known device that fills the gaps is the one named in `device_kind`, else one of the same capability. So a MIG slice,
     an H20, or a part released after this library is described by its own SM count and shared memory.
+
+    Example:
+      >>> import jax
+      >>> device_from_jax(jax.devices("cpu")[0]).platform
+      'cpu'
     """
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return _off_cuda(device)

@@ -68,6 +68,12 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
       ValueError, TypeError: the arguments are wrong for any implementation, as the op itself would say.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> q, kv = (jax.ShapeDtypeStruct((4, 512, heads, 128), jnp.bfloat16) for heads in (32, 8))
+      >>> explain(gqa_prefill, q, kv, kv, device="H200").key
+      'gqa_prefill_square_fwd_kernel'
     """
     if not hasattr(op, "prepare"):
         raise TypeError(f"explain: op is {op!r}; need a public op of jax_ops, such as jax_ops.gqa_prefill.")

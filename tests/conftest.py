@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """A passing run of all GPU tests is recorded; one of some of them (-k, a path) is not."""
     is_whole = not config.option.keyword and config.args in (config.getini("testpaths"), ["tests/gpu"])
-    if selects_gpu(config.option.markexpr) and exitstatus == 0 and is_whole:
+    if selects_gpu(config.option.markexpr) and exitstatus == 0 and is_whole and not config.option.collectonly:
         from tests.gpu_record import write_record
 
         write_record({outcome: len(reports) for outcome, reports in terminalreporter.stats.items()})

@@ -34,10 +34,10 @@ def kernels_digest(sources: Iterable[Path] | None = None) -> str:
 
 def _tree(source: str) -> str:
     tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and ast.get_docstring(node, clean=False) is not None:  # pyright: ignore[reportArgumentType]
-            del body[0]
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
     return ast.dump(tree)
 
 

@@ -29,7 +29,7 @@ def _examples():
 
 
 def _is_public_code(value):
-    return inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Exception))
+    return callable(value) and not (inspect.isclass(value) and issubclass(value, Exception))
 
 
 @pytest.mark.parametrize("example", [pytest.param(t, id=t.name) for t in _examples()])
@@ -43,7 +43,8 @@ def test_example(example):
 def test_public_op_has_an_example(name):
     value = getattr(importlib.import_module("jax_ops"), name)
     if _is_public_code(value):
-        assert doctest.DocTestFinder(recurse=False).find(value, name)[0].examples, f"{name} has no example"
+        examples = doctest.DocTestFinder(recurse=False).find(inspect.unwrap(value), name)
+        assert examples and examples[0].examples, f"{name} has no example"
 
 
 @pytest.mark.parametrize("name", PACKAGES)

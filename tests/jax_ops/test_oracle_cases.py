@@ -9,8 +9,8 @@ each of them on many calls:
 - each of these also poisoned (what no one may read is NaN, infinity or no page: bit for bit the same result) and unclamped
   (lengths and offsets out of range: bit for bit the clamped result).
 
-These programs are compiled without LLVM's optimisation, at half the cost. `make test-slow` adds what is left out: the other edge
-cases, every pair of features alone, and nine hundred random shapes an op, compiled as users' calls are.
+These programs are compiled without LLVM's optimisation, at half the cost. `make test-slow` adds what is left out: the other
+edge cases, every pair of features alone, and nine hundred random shapes an op, compiled as users' calls are.
 """
 
 from __future__ import annotations

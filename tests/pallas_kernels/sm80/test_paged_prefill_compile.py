@@ -80,7 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8_page_16": {"kv_dtype": FLOAT8, "page": 16},
     "fp8_float16_dim_64_rules": {"kv_dtype": FLOAT8, "dtype": "float16", "dims": (64, 64), "window": Window(1000), "softcap": 30.0},
     "fp8_dim_256": {"kv_dtype": FLOAT8, "dims": (256, 256), "group": 2},
-    "fp8_of_float32": {"kv_dtype": FLOAT8, "dtype": "float32", "dims": (64, 64)},
+    "fp8_of_float32": {"kv_dtype": FLOAT8, "dtype": "float32"},
     "fp8_past_2_to_31": {"kv_dtype": FLOAT8, "page": 16, "pages": 140_000},
     "past_2_to_31": {"page": 16, "pages": 140_000},
 }
