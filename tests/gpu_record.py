@@ -1,7 +1,9 @@
-"""The record of the last passing run of the GPU tests, and the digest that ties it to the kernel sources.
+"""The record of the last passing run of the GPU tests, and the digests that tie it to the kernel sources.
 
-`pytest -m gpu` writes tests/gpu_validation.json when everything it selected has passed. The digest covers the syntax trees
-of the kernels without their docstrings, so that words can be mended without a GPU and code cannot.
+`pytest -m gpu tests/gpu` writes tests/gpu_validation.json when everything has passed. A digest covers the syntax tree of a kernel
+module without its docstrings, so that words can be mended without a GPU. A module whose code changes afterwards has to be
+named in the record under "changed_since", with the reason, until a new run takes it off: whoever reads the record sees what
+has run on hardware and what has not.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import ast
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,20 @@ def kernel_sources() -> list[Path]:
     return sorted(p for folder in KERNEL_FOLDERS for p in (ROOT / "pallas_kernels" / folder).rglob("*.py"))
 
 
-def kernels_digest(sources: Iterable[Path] | None = None) -> str:
-    """SHA-256 over the names and syntax trees of the kernel modules."""
-    digest = hashlib.sha256()
-    for path in kernel_sources() if sources is None else sources:
-        digest.update(f"{path.parent.name}/{path.name}\n{_tree(path.read_text())}\n".encode())
-    return digest.hexdigest()
-
-
-def _tree(source: str) -> str:
+def digest(source: str) -> str:
+    """SHA-256 of a module's syntax tree without docstrings."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
-    return ast.dump(tree)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def kernel_digests() -> dict[str, str]:
+    """The digest of each kernel module, by its path under pallas_kernels."""
+    folder = ROOT / "pallas_kernels"
+    return {path.relative_to(folder).as_posix(): digest(path.read_text()) for path in kernel_sources()}
 
 
 def write_record(counts: dict[str, int]) -> None:
@@ -52,6 +52,8 @@ def write_record(counts: dict[str, int]) -> None:
         "passed": counts.get("passed", 0),
         "failed": counts.get("failed", 0) + counts.get("error", 0),
         "skipped": counts.get("skipped", 0),
-        "kernels": kernels_digest(),
+        "not_run": {},
+        "changed_since": {},
+        "kernels": kernel_digests(),
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

@@ -84,7 +84,7 @@ def stored(x: Array, scale: Array | None, token: Segments, dtype: jnp.dtype) -> 
 def write(
     k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, lengths: Array, cu_seqlens: Array, *, interpret: bool
 ) -> tuple[Array, Array]:
-    """The pools (P, page_size, Hkv, ...) with packed tokens (T, Hkv, ...) of their type behind the lengths of their sequences."""
+    """The pools (P, page_size, Hkv, ...) with packed tokens (T, Hkv, ...) of their type behind their sequences' lengths."""
     num_pages, page_size = k_pages.shape[:2]
     pools = [k_pages.reshape(num_pages, page_size, -1), v_pages.reshape(num_pages, page_size, -1)]
     rows = [k.reshape(len(k), -1), v.reshape(len(v), -1)]

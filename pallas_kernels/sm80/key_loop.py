@@ -102,7 +102,8 @@ def key_range(plan: Plan, span: Span, token: Array, first: Array, q_len: Array, 
     count = tiles_in(end - begin + (block_kv - 1))
     full_from = jnp.int32(0) if left is None else jnp.minimum(tiles_in(high - left - begin + (block_kv - 1)), count)
     full_to = jnp.clip(tiles_in(end_of(low) - begin), full_from, count)
-    return KeyRange(begin, count, full_from, full_to, None if left is None else token + (span.shift - left), end_of(token + span.shift))
+    position = token + span.shift
+    return KeyRange(begin, count, full_from, full_to, None if left is None else position - left, end_of(position))
 
 
 class Source(Protocol):

@@ -109,7 +109,7 @@ class _Request(NamedTuple):
       token: first token of the tile.
       cached: keys in the cache.
       keys: of the chunk; 0 for rows of no sequence.
-      is_whole: whether every page in use exists.
+      is_whole: whether every page exists that a row reads.
     """
 
     index: Array
@@ -119,6 +119,16 @@ class _Request(NamedTuple):
     cached: Array
     keys: Array
     is_whole: Array
+
+
+def _are_whole(plan: Plan, page_table: Array, cache_lengths: Array, num_pages: int, page_size: int) -> Array:
+    """For each sequence, whether every page exists that holds a key of the cache which some row sees."""
+    first = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None] * page_size
+    length = cache_lengths[:, None]
+    in_use = first < length
+    if plan.left is not None:
+        in_use &= first + page_size > length - plan.left
+    return ~jnp.any(in_use & ((page_table < 0) | (page_table >= num_pages)), axis=1)
 
 
 def _requests(plan: Plan, cu_seqlens: Array, cache_lengths: Array, is_whole: Array) -> Array:
@@ -170,9 +180,10 @@ class _Pages:
         return page
 
     def exists(self, key: Array, ahead: Any) -> Array:
-        """Cached keys whose page exists."""
-        page = self._page(ahead)
-        return (key < self.request.cached) & (page >= 0) & (page < self.p.num_pages)
+        """Cached keys that some row of the tile sees, and whose page exists."""
+        page, left = self._page(ahead), self.p.plan.left
+        exists = (key < self.request.cached) & (page >= 0) & (page < self.p.num_pages)
+        return exists if left is None else exists & (key >= self.request.cached + self.request.token - left)
 
     def _slot(self, first: Array) -> Array:
         """Where in its page each key of a tile is."""
@@ -241,7 +252,8 @@ def _kernel(refs: dict[str, Any], out: dict[str, Any], *, p: _Cache) -> None:
         v_scale = plt.load(refs["v_scale"].at[request.index, kv_head])
         state = state._replace(sums=tuple(part * v_scale for part in state.sums))
     keys = key_range(plan, Span(0, request.keys, plan.right), token, request.token, request.q_len)
-    top, total, sums = attended(plan, state, new_q, keys, Rows(refs, columns, request.row, request.keys, kv_head, plan.tile.block_kv))
+    chunk_rows = Rows(refs, columns, request.row, request.keys, kv_head, plan.tile.block_kv)
+    top, total, sums = attended(plan, state, new_q, keys, chunk_rows)
 
     top = top * new_q.raw_scale(call.softcap)
     weight, lse = softmax.finished_rows(top, total, plt.load(refs["sinks"].at[q_head]) if "sinks" in refs else None)
@@ -313,8 +325,6 @@ def paged_prefill(
     k_pages, v_pages = write(*new, k_pages, v_pages, page_table, cache_lengths, cu_seqlens_q, interpret=interpret)
 
     num_pages, page_size = k_pages.shape[:2]
-    in_use = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None] * page_size < cache_lengths[:, None]
-    is_whole = ~jnp.any(in_use & ((page_table < 0) | (page_table >= num_pages)), axis=1)
     plan = packed_plan(call, tile, len(q), len(k), interpret)
     plan = replace(plan, lanes_per_pass=plan.lanes)
     is_paired = k_pages.dtype == FLOAT8 and call.head_dim % 2 == call.v_dim % 2 == 0
@@ -322,6 +332,7 @@ def paged_prefill(
     if is_paired:
         k, v = _evens_first(k), _evens_first(v)
     arrays = {"q": q, "k": k, "v": v, "k_pages": pools[0], "v_pages": pools[1], "page_table": page_table}
+    is_whole = _are_whole(plan, page_table, cache_lengths, num_pages, page_size)
     arrays |= {"requests": _requests(plan, cu_seqlens_q, cache_lengths, is_whole)}
     arrays |= {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale), ("sinks", sinks)) if x is not None}
     out_shape = {"o": jax.ShapeDtypeStruct((*q.shape[:2], call.v_dim), jnp.dtype(call.o_dtype))}

@@ -15,6 +15,13 @@ from dispatch_core.tiling import TileConfig
 from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, head_chunks
 
 FLOAT32_INNER = 32  # head elements of one float32 product; 64 spills on compute capability 8.0 and 9.0
+ACCUMULATORS = 64  # of one 16-bit product, registers a thread
+MMA_SYNC_INNER = 64  # and of one 16-bit product where they are synchronous; 128 and more spill at head_dim 192
+
+
+def has_asynchronous_products(arch: int, block_q: int) -> bool:
+    """Whether Triton multiplies 16-bit matrices asynchronously: `wgmma` and `tcgen05.mma`, of 64 rows, not `mma.sync`."""
+    return 90 <= arch < 120 and block_q >= 64
 
 
 @dataclass(frozen=True)
@@ -58,21 +65,34 @@ class Plan:
         return self.tiles * self.lanes * self.bundles
 
     @property
+    def has_shared_rows(self) -> bool:
+        """Whether there are too few rows for each warp to have its own."""
+        return self.tile.block_q < MIN_DOT * self.tile.num_warps
+
+    @property
     def k_chunks(self) -> tuple[Chunk, ...]:
         """The blocks of a query or key row.
 
-        A float32 product runs on the scalar units, whose operands sit in registers over its whole inner length.
+        A float32 product runs on the scalar units, whose operands sit in registers over its whole inner length. Where 16-bit
+        products are asynchronous a row stays whole, because one of them waits for the one before.
         """
-        return head_chunks(self.call.head_dim, FLOAT32_INNER if self.call.dtype == "float32" else None)
+        if self.call.dtype == "float32":
+            return head_chunks(self.call.head_dim, FLOAT32_INNER)
+        return head_chunks(
+            self.call.head_dim, None if has_asynchronous_products(self.call.arch, self.tile.block_q) else MMA_SYNC_INNER
+        )
 
     @property
     def v_chunks(self) -> tuple[Chunk, ...]:
         """The blocks of a value row.
 
-        Triton gives each warp whole rows of a product, so that P stays in registers, only where it is no wider than tall.
+        A product of 64 accumulators a thread leaves registers for its operands: one of 128 spills. And Triton gives each warp
+        whole rows, so that P stays in registers, only where a product is no wider than tall.
         """
-        block_q = self.tile.block_q
-        return head_chunks(self.call.v_dim, block_q if block_q >= MIN_DOT * self.tile.num_warps else None)
+        block_q, num_warps = self.tile.block_q, self.tile.num_warps
+        if self.has_shared_rows:
+            return head_chunks(self.call.v_dim)
+        return head_chunks(self.call.v_dim, min(block_q, ACCUMULATORS * 32 * num_warps // block_q))
 
     @property
     def left(self) -> int | None:
@@ -131,6 +151,21 @@ def _lanes_per_pass(call: AttentionCall, lanes: int, kv_rows: int) -> int:
     """The most lanes, a divisor of all, whose keys and values fit half of the L2 cache."""
     lane_bytes = kv_rows * (call.head_dim + call.v_dim) * max(2, ELEMENT_BYTES[call.dtype])
     return max((n for n in range(1, lanes + 1) if lanes % n == 0 and n * lane_bytes <= call.device.l2_bytes // 2), default=1)
+
+
+def shared_memory_bytes(call: AttentionCall, tile: TileConfig) -> int:
+    """Shared memory of a program: Q once, and the K and V tiles in flight.
+
+    Triton keeps num_stages of them where products are asynchronous, one fewer elsewhere, and half of one without a
+    pipeline, where V takes the place of K. P is in shared memory where warps share rows, as they do in float32.
+    """
+    plan = dense_plan(call, tile, call.max_seqlen_q, call.max_seqlen_kv)
+    width = max(2, ELEMENT_BYTES[call.dtype])
+    k, v = (sum(chunk.width for chunk in chunks) for chunks in (plan.k_chunks, plan.v_chunks))
+    ahead = tile.num_stages if has_asynchronous_products(call.arch, tile.block_q) and width == 2 else tile.num_stages - 1
+    ring = tile.block_kv * (ahead * (k + v) if tile.num_stages > 1 else max(k, v))
+    p = tile.block_q * tile.block_kv if width == 4 or plan.has_shared_rows else 0
+    return max((tile.block_q * k + ring + p) * width, tile.block_q * v * width)
 
 
 def tile_owners(plan: Plan, q_len: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

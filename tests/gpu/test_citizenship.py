@@ -1,5 +1,8 @@
 """On the GPU: gradients, no host transfer inside a step, pools in place, and lowering for both platforms."""
 
+import statistics
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,23 +38,22 @@ def test_a_jitted_step_touches_no_host():
 
 
 def test_append_time_does_not_grow_with_the_pool():
-    from jax_ops.tools.timing import device_seconds
+    """Copying the larger pools, 4 GiB each, would take 4 ms."""
 
     def seconds(pages):
-        pools = [jnp.zeros((pages, 64, 8, 128), jnp.bfloat16) for _ in range(2)]
         table, lengths = jnp.arange(8, dtype=jnp.int32)[:, None], jnp.asarray([5] * 8, jnp.int32)
         new = _normal(8, 8, 128)
         step = jax.jit(lambda k, v: jax_ops.append_paged(new, new, k, v, table, lengths), donate_argnums=(0, 1))
-        state = {"pools": pools}
-
-        def run():
-            state["pools"] = step(*state["pools"])
-            return state["pools"]
-
-        return device_seconds(run, warm_seconds=0.02)
+        pools = [jnp.zeros((pages, 64, 8, 128), jnp.bfloat16) for _ in range(2)]
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            pools = jax.block_until_ready(step(*pools))
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
 
     small, large = seconds(512), seconds(32768)
-    assert large < 2 * small + 5e-6, (small, large)
+    assert large < small + 1e-3, (small, large)
 
 
 def test_the_same_program_lowers_for_the_cpu():

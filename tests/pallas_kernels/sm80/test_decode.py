@@ -1,9 +1,7 @@
 """Decode and paged decode in Pallas' interpreter, against the oracle."""
 
 import functools
-import itertools
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +15,14 @@ from dispatch_core.calls import FLOAT8
 from pallas_kernels.sm80.decode import decode, launch_plan
 from pallas_kernels.sm80.paged import paged_decode
 from tests.edge_cases import edge_cases
-from tests.inputs import FEATURES, Case, poisoned, random_case
+from tests.inputs import Case, poisoned, random_case
+from tests.interpreting import compiled, covering_sets
 from tests.oracle import inverse_frequencies, per_kv_head
 from tests.tolerance import assert_same_bits, check_case
 
 OPS = ("gqa_decode", "gqa_decode_paged")
 TILE = TileConfig(16, 16, num_splits=2)
 H200, A100 = DEVICES["H200"], DEVICES["A100-80"]
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-@functools.cache
-def compiled(launch: Callable[..., Any], call: AttentionCall, tile: TileConfig) -> Callable[..., tuple[Any, ...]]:
-    """The interpreted kernel as a function of its arrays; cases that differ in values alone share it."""
-    return jax.jit(functools.partial(launch, call, tile, interpret=True), compiler_options=FAST_COMPILE)
 
 
 def facts(case: Case, device: Device) -> tuple[AttentionCall, dict[str, Any]]:
@@ -72,25 +64,6 @@ def check(case: Case, **how: Any) -> None:
     check_case(case, *results)
     for result, twin in zip(results[:2], run(poisoned(case), **how)[:2], strict=True):
         assert_same_bits(np.asarray(result), np.asarray(twin))
-
-
-def meetings(op: str, features: frozenset[str]) -> set[tuple[str, bool, str, bool]]:
-    """Every pair of features, and which of the two a set has."""
-    return {(f, f in features, g, g in features) for f, g in itertools.combinations(FEATURES[op], 2)}
-
-
-@functools.cache
-def covering_sets(op: str) -> tuple[frozenset[str], ...]:
-    """Sets of features in which every two of them meet: both, either alone, neither."""
-    rng = np.random.default_rng(zlib.crc32(op.encode()))
-    missing = meetings(op, frozenset()) | meetings(op, frozenset(FEATURES[op]))
-    missing |= {(f, a, g, b) for f, _, g, _ in missing for a in (True, False) for b in (True, False)}
-    chosen = []
-    while missing:
-        drawn = (frozenset(f for f in FEATURES[op] if rng.random() < 0.5) for _ in range(200))
-        chosen.append(max(drawn, key=lambda features: len(meetings(op, features) & missing)))
-        missing -= meetings(op, chosen[-1])
-    return tuple(chosen)
 
 
 TILES = (TileConfig(16, 16, num_splits=2), TileConfig(32, 16, num_splits=1), TileConfig(16, 32, num_splits=5))
