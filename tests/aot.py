@@ -288,6 +288,8 @@ def _triton_kernels(dump: Path, hlo: str) -> list[Kernel]:
     kernels = []
     for path in sorted(dump.glob("module_*.ptx")):
         ptx = path.read_text()
+        if ".entry" not in ptx:  # a while loop's module may hold no kernel
+            continue
         entry = _entry(ptx)
         if any(re.fullmatch(rf"{re.escape(name)}(__\d+|_\d+)?", entry) for name in names):
             kernels.append(_assembled(ptx, int(shared[entry])))

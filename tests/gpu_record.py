@@ -1,9 +1,9 @@
 """The record of the last passing run of the GPU tests, and the digests that tie it to the kernel sources.
 
-`pytest -m gpu tests/gpu` writes tests/gpu_validation.json when everything has passed. A digest covers the syntax tree of a kernel
-module without its docstrings, so that words can be mended without a GPU. A module whose code changes afterwards has to be
-named in the record under "changed_since", with the reason, until a new run takes it off: whoever reads the record sees what
-has run on hardware and what has not.
+`pytest -m gpu tests/gpu` writes tests/gpu_validation.json when everything has passed. A digest covers the syntax tree of a
+kernel module without its docstrings, so that words can be mended without a GPU. A module whose code changes afterwards has to
+be named in the record under "changed_since", with the reason, until a new run takes it off: whoever reads the record sees
+what has run on hardware and what has not.
 """
 
 from __future__ import annotations

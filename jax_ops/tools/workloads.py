@@ -94,7 +94,7 @@ class Workload:
             floats = {"q": (q_tokens, *queries), "k": (kv_tokens, *keys), "v": (kv_tokens, *keys)}
             return _normal(seed, floats, self.dtype) | bounds
         if not self.page_size:
-            kv: dict[str, tuple[int, ...]] = {name: (self.batch, self.kv_len, *keys) for name in ("k", "v")}
+            kv: dict[str, tuple[int, ...]] = dict.fromkeys(("k", "v"), (self.batch, self.kv_len, *keys))
             q = (self.batch, *queries) if self.is_decode else (self.batch, self.q_len, *queries)
             return _normal(seed, {"q": q}, self.dtype) | _normal(seed + 1, kv, kv_dtype)
         table, pages = _page_table(self.kv_lengths, self.page_size, seed)

@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from dispatch_core import DEVICES, Paging, Window, split_plan, tiles_of_split
-from dispatch_core import DEVICES, Window, split_plan, tiles_of_split
 from dispatch_core.splitting import MAX_SPLITS, reachable_keys
 from tests.dispatch_core.facts import CPU, H200, MIG_SLICE, decode, packed
 

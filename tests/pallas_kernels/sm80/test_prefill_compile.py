@@ -67,9 +67,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "past_2_to_31": {"kv_rows": 1_100_000, "window": Window(1023)},
 }
 FEW = ("causal", "float16_dim_64", "dim_256", "float32")
-# On the H200, 128 rows of head_dim 128 on four warps spill a few registers and are the fastest all the same: causal 2x4096
-# 482 TFLOP/s, where the best tile that does not spill has 455 (256 rows on eight warps, 3 stages).
-SPILLS = {"h200": {"causal": 64, "full": 192, "packed_group_7": 128, "padded_window": 128, "fp8": 192, "past_2_to_31": 128}}
+# Bytes stored and loaded. On the H200, 128 rows of head_dim 128 on four warps use every register; that two such programs share
+# an SM is worth more: causal 2x4096 482 TFLOP/s, where the best tile that never spills has 455.
+SPILLS = {
+    "h200": {"causal": 8, "packed_group_7": 80, "padded_window": 40, "fp8": 64, "past_2_to_31": 64},
+    "a100": {"float32_dim_64": 8},
+}
 
 
 def every_case(target: aot.Target) -> dict[str, aot.Case]:
@@ -99,11 +102,12 @@ def test_shared_memory_is_what_the_formula_says_and_the_policy_allows(target: st
     tile = fitting_tile(call, "sm80_prefill")
     assert isinstance(tile, TileConfig)
     shared, formula = kernel_of(target, name).shared_bytes, shared_memory_bytes(call, tile)
-    assert shared <= POLICIES["sm80_prefill"].shared_bytes(tile, shape_of(call)) <= call.device.shared_memory_per_block
+    assert shared <= call.device.shared_memory_per_block
     if target == "b200":
         assert shared <= formula + 3072  # barriers and staging of tensor memory
     else:
         assert formula <= shared <= formula + 512  # reductions between warps in float32
+        assert shared <= POLICIES["sm80_prefill"].shared_bytes(tile, shape_of(call)) + 512
 
 
 @pytest.mark.parametrize("target, name", ALL)
