@@ -27,7 +27,13 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def facts(
-    target: aot.Target, *, dtype: str = "bfloat16", group: int = 4, dims: tuple[int, int] = (128, 128), page: int = 64, **more: Any
+    target: aot.Target,
+    *,
+    dtype: str = "bfloat16",
+    group: int = 4,
+    dims: tuple[int, int] = (128, 128),
+    page: int = 64,
+    **more: Any,
 ) -> AttentionCall:
     return AttentionCall(
         target.device, dtype, BATCH, KV_HEADS * group, KV_HEADS, dims[0], CHUNK, CAPACITY, head_dim_v=dims[1],
@@ -85,10 +91,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "past_2_to_31": {"page": 16, "pages": 140_000},
 }
 FEW = ("page_64", "fp8")
-# Bytes stored plus loaded over the whole kernel, at the four loops' boundaries for the most part; any other setting has none.
+# Bytes stored plus loaded over a whole kernel, mostly where its four loops meet; any other setting has none.
+_BF16_128 = ("page_64", "page_1", "group_3_rope", "past_2_to_31")
 SPILLS = {
-    "a100": {"page_64": 128, "page_1": 128, "float16_dim_64": 128, "group_3_rope": 128, "past_2_to_31": 128, "fp8_dim_256": 256},
-    "h200": {"page_64": 1024, "page_1": 1024, "group_3_rope": 1024, "past_2_to_31": 1024, "dim_96_rules": 128},
+    "a100": dict.fromkeys((*_BF16_128, "float16_dim_64"), 128) | {"fp8_dim_256": 256},
+    "h200": dict.fromkeys(_BF16_128, 1024) | {"dim_96_rules": 128, "fp8_of_float32": 256},
 }
 
 
