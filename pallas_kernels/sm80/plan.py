@@ -86,12 +86,14 @@ class Plan:
     def v_chunks(self) -> tuple[Chunk, ...]:
         """The blocks of a value row.
 
-        A product of 64 accumulators a thread leaves registers for its operands: one of 128 spills. And Triton gives each warp
-        whole rows, so that P stays in registers, only where a product is no wider than tall.
+        Triton gives each warp whole rows of a product, so that P stays in registers, only where it is no wider than tall. And
+        where products are synchronous, their operands need registers too: 64 accumulators a thread leave room, 128 spill.
         """
         block_q, num_warps = self.tile.block_q, self.tile.num_warps
         if self.has_shared_rows:
             return head_chunks(self.call.v_dim)
+        if has_asynchronous_products(self.call.arch, block_q):
+            return head_chunks(self.call.v_dim, block_q)
         return head_chunks(self.call.v_dim, min(block_q, ACCUMULATORS * 32 * num_warps // block_q))
 
     @property
