@@ -124,10 +124,12 @@ def _nothing_shared(tile: TileConfig, shape: Shape) -> int:
 
 
 def triton_bytes(tile: TileConfig, shape: Shape) -> int:
-    """Q once, and K and V for each stage; FP8 is charged as the 16-bit values it is decoded to."""
+    """Q once, and K and V for each stage; FP8 is charged as the 16-bit values it is decoded to, an FP8 cache's tile as both."""
     q_bytes, kv_bytes = max(2, shape.q_bytes), max(2, shape.q_bytes, shape.kv_bytes)
     head_dim, v_dim = head_elements(shape.head_dim), head_elements(shape.v_dim)
-    return tile.block_q * head_dim * q_bytes + tile.num_stages * tile.block_kv * (head_dim + v_dim) * kv_bytes
+    key_elements = tile.block_kv * (head_dim + v_dim)
+    undecoded = key_elements if shape.kv_bytes == 1 < shape.q_bytes else 0
+    return tile.block_q * head_dim * q_bytes + tile.num_stages * key_elements * kv_bytes + undecoded
 
 
 def triton_decode_bytes(tile: TileConfig, shape: Shape) -> int:
