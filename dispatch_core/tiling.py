@@ -133,11 +133,12 @@ def triton_bytes(tile: TileConfig, shape: Shape) -> int:
 
 
 def triton_decode_bytes(tile: TileConfig, shape: Shape) -> int:
-    """As `triton_bytes`, but FP8 waits in the ring as it is, and one tile of it is decoded to 16 bits at a time."""
+    """As `triton_bytes`, but FP8 waits in the ring as it is, and one tile of it is decoded to the queries' type at a time."""
     head_dim, v_dim = head_elements(shape.head_dim), head_elements(shape.v_dim)
     key_elements = tile.block_kv * (head_dim + v_dim)
-    decoded = 2 * key_elements if shape.kv_bytes == 1 else 0
-    return tile.block_q * head_dim * max(2, shape.q_bytes) + tile.num_stages * key_elements * shape.kv_bytes + decoded
+    q_bytes = max(2, shape.q_bytes)
+    decoded = q_bytes * key_elements if shape.kv_bytes == 1 else 0
+    return tile.block_q * head_dim * q_bytes + tile.num_stages * key_elements * shape.kv_bytes + decoded
 
 
 def staged_bytes(tile: TileConfig, shape: Shape) -> int:

@@ -24,6 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_program_outlives_its_module():
+    """A program for the CPU holds memory maps, of which Linux allows a process 65,530; past them XLA aborts."""
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """A passing run of all GPU tests is recorded; one of some of them (-k, a path) is not."""
     is_whole = not config.option.keyword and config.args in (config.getini("testpaths"), ["tests/gpu"])
