@@ -35,6 +35,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -64,6 +65,11 @@ TARGETS: dict[str, Target] = {
         dataclasses.replace(DEVICES["RTX4090"], name="RTX PRO 6000", arch=120, sm_count=188), "NVIDIA RTX PRO 6000 Blackwell"
     ),
 }
+
+
+def on(target: str, *rest: Any) -> Any:
+    """Parameters of a test that compiles for a target; `make test` does it on both ends of the jax range for the H200 only."""
+    return pytest.param(target, *rest, marks=[] if target.startswith("h200") else pytest.mark.newest_jax)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Compiling a case costs a few tenths of a second and running it next to nothing, so `make test` compiles few programs and runs
 each of them on many calls:
 
-- each feature alone, and shapes that have about half of an op's features at once, so many that every pair of features meets
-  in one of them (asserted); each shape five times, with other values, pages and live lengths: a hundred random calls an op;
+- each feature alone, and as many random shapes as it takes for every two features to meet, both, either alone and neither;
+  each shape as many times, with other values, pages and live lengths, as make a hundred random calls an op;
 - the named edge cases, less those that differ from another one by a size alone;
 - each of these also poisoned (what no one may read is NaN, infinity or no page: bit for bit the same result) and unclamped
   (lengths and offsets out of range: bit for bit the clamped result).
@@ -15,22 +15,21 @@ edge cases, every pair of features alone, and nine hundred random shapes an op, 
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
-import zlib
 
 import jax
-import numpy as np
 import pytest
 
 from tests.calling import call, quick_compilation, redrawn
 from tests.edge_cases import edge_cases
 from tests.inputs import FEATURES, Case, feature_cases, poisoned, random_case, unclamped
+from tests.interpreting import covering_sets
 from tests.tolerance import assert_same_bits, check_case
 
 OPS = tuple(op for op in FEATURES if op != "merge_attention")  # that one: test_merge.py
 RESULTS = dict.fromkeys(OPS, ("o", "lse")) | {"append_paged": ()}
-SHAPES, DRAWS = 20, 5
+CALLS = 100
 SLOW_SEEDS = range(100, 1000)
 
 
@@ -45,12 +44,6 @@ def _no_program_outlives_its_test():
     """Thousands of them would pass the number of memory maps that Linux allows a process."""
     yield
     jax.clear_caches()
-
-
-def features_of(op: str, seed: int) -> tuple[str, ...]:
-    """About half of an op's features."""
-    rng = np.random.default_rng([zlib.crc32(op.encode()), 0, seed])
-    return tuple(name for name in FEATURES[op] if rng.random() < 0.5)
 
 
 def check(case: Case) -> None:
@@ -71,19 +64,15 @@ def check(case: Case) -> None:
         assert_same_bits(got, want, "unclamped")
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_random_shapes_pair_every_feature_with_every_other(op):
-    met = {pair for seed in range(SHAPES) for pair in itertools.combinations(features_of(op, seed), 2)}
-    assert met == set(itertools.combinations(FEATURES[op], 2))
+RANDOM_SHAPES = [(op, seed, features) for op in OPS for seed, features in enumerate(covering_sets(op))]
 
 
 @pytest.mark.usefixtures("_quickly_compiled")
-@pytest.mark.parametrize("seed", range(SHAPES))
-@pytest.mark.parametrize("op", OPS)
-def test_random_shapes(op, seed):
-    case = random_case(op, seed, features_of(op, seed))
+@pytest.mark.parametrize("op, seed, features", [pytest.param(*shape, id=f"{shape[0]}-{shape[1]}") for shape in RANDOM_SHAPES])
+def test_random_shapes(op, seed, features):
+    case = random_case(op, seed, tuple(name for name in FEATURES[op] if name in features))
     check(case)
-    for draw in range(1, DRAWS):
+    for draw in range(1, math.ceil(CALLS / len(covering_sets(op)))):
         check(redrawn(case, draw))
 
 

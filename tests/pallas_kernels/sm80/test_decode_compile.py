@@ -102,7 +102,7 @@ def attention(target: str, name: str) -> aot.Kernel:
 
 # On jax 0.12.0.1, bytes a thread stores plus those it loads; 0 on 0.11.2.
 SPILLED_BYTES = {("a100", "float32_dim_64_page_1"): 8}
-ALL = [(t, name) for t in TARGETS for name in SETTINGS] + [(t, name) for t in OTHER_TARGETS for name in FEW]
+ALL = [aot.on(t, name) for t in TARGETS for name in SETTINGS] + [aot.on(t, name) for t in OTHER_TARGETS for name in FEW]
 
 
 @pytest.mark.parametrize("target, name", ALL)
@@ -127,13 +127,13 @@ def test_loads_are_asynchronous_and_products_use_the_matrix_units(target: str, n
         assert products > 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
 @pytest.mark.parametrize("name", ["fp8", "fp8_page_64"])
 def test_fp8_is_converted_by_the_hardware_where_it_can(target: str, name: str) -> None:
     assert (attention(target, name).count("cvt.rn.f16x2.e4m3x2") > 0) == (target == "h200")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
 @pytest.mark.parametrize("name", ["new_tokens", "fp8_new_token"])
 def test_new_tokens_are_written_in_place(target: str, name: str) -> None:
     _, compiled = case(aot.TARGETS[target], **SETTINGS[name])
@@ -144,7 +144,7 @@ def test_new_tokens_are_written_in_place(target: str, name: str) -> None:
     assert "scatter" not in made.hlo
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
 def test_fp8_pool_is_read_in_words_and_not_copied(target: str) -> None:
     made = report(target, "fp8_pool_past_2_to_31")
     assert made.temp_bytes < 2**28

@@ -89,7 +89,7 @@ def kernel_of(target: str, name: str) -> aot.Kernel:
     return aot.compile_cases(target, f"tests.pallas_kernels.sm80.test_prefill_compile:{cases}")[name].kernel
 
 
-ALL = [(target, name) for target in TARGETS for name in SETTINGS] + [(t, name) for t in OTHER_TARGETS for name in FEW]
+ALL = [aot.on(t, name) for t in TARGETS for name in SETTINGS] + [aot.on(t, name) for t in OTHER_TARGETS for name in FEW]
 
 
 @pytest.mark.parametrize("target, name", ALL)
@@ -125,7 +125,7 @@ def test_loads_are_asynchronous_and_products_use_the_matrix_units(target: str, n
         assert has_asynchronous_products(aot.TARGETS[target].device.arch, 64) == (target in ("h200", "b200"))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
 def test_an_exponential_is_a_multiply_add_and_one_flushing_ex2(target: str) -> None:
     kernel = kernel_of(target, "causal")
     assert kernel.count("ex2.approx.ftz.f32") > 32
@@ -133,7 +133,7 @@ def test_an_exponential_is_a_multiply_add_and_one_flushing_ex2(target: str) -> N
     assert kernel.count("fma.rn.ftz.f32") == kernel.count("ex2.approx.ftz.f32")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
 def test_offsets_are_64_bit_where_an_array_is_past_2_to_31_elements(target: str) -> None:
     narrow, wide = (kernel_of(target, name) for name in ("padded_window", "past_2_to_31"))
     assert wide.count("mul.wide.u32") > 16 + narrow.count("mul.wide.u32")
