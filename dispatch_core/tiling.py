@@ -141,6 +141,13 @@ def triton_decode_bytes(tile: TileConfig, shape: Shape) -> int:
     return tile.block_q * head_dim * q_bytes + tile.num_stages * key_elements * shape.kv_bytes + decoded
 
 
+def mosaic_prefill_bytes(tile: TileConfig, shape: Shape) -> int:
+    """Q and O once, O in Q's place where the head is wide, a ring of K and V tiles, and 4 KiB for barriers, lse and Mosaic."""
+    o_dim = 0 if shape.head_dim == shape.v_dim > 192 else shape.v_dim
+    elements = tile.block_q * (shape.head_dim + o_dim) + tile.num_stages * tile.block_kv * (shape.head_dim + shape.v_dim)
+    return elements * shape.q_bytes + 4 * KIB
+
+
 def staged_bytes(tile: TileConfig, shape: Shape) -> int:
     """One K and one V tile."""
     return tile.block_kv * (shape.head_dim + shape.v_dim) * shape.kv_bytes
@@ -215,6 +222,25 @@ _SM80_PREFILL = Policy(
     clips_rows=True,
 )
 
+_OCCUPANCY = "derived: one program an SM, 64 rows a warpgroup, accumulators, scores and weights within its registers"
+
+_SM90_PREFILL = Policy(
+    shared_bytes=mosaic_prefill_bytes,
+    tables=(
+        Table(
+            90,
+            227 * KIB,
+            (
+                Row(2, 64, TileConfig(192, 128, num_warpgroups=3, num_stages=2), _OCCUPANCY),
+                Row(2, 128, TileConfig(128, 128, num_warpgroups=2, num_stages=2), _OCCUPANCY),
+                Row(2, 192, TileConfig(128, 64, num_warpgroups=2, num_stages=2), _OCCUPANCY),
+                Row(2, 256, TileConfig(128, 64, num_warpgroups=2, num_stages=2), _OCCUPANCY),
+            ),
+        ),
+    ),
+    safe_tiles=(TileConfig(64, 64, num_warpgroups=1, num_stages=1),),
+)
+
 _FP8_CACHE = "measured: H200, 32 ragged FP8 sequences 94.6 us, with 64 keys 97.5"
 _TALL = "derived: 128 query rows of one KV head, so that keys are read once up to groups of 128; 8 warps hold them"
 _BYTES_IN_FLIGHT = "derived: 64 KiB or more of K and V in flight on each SM"
@@ -274,11 +300,13 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "xla_decode": Policy(_nothing_shared, (), (TileConfig(1, 512),)),
         "sm80_prefill": _SM80_PREFILL,
         "sm80_decode": _SM80_DECODE,
+        "sm90_prefill": _SM90_PREFILL,
         "staged": Policy(staged_bytes, (), (TileConfig(64, 64), TileConfig(32, 32), TileConfig(16, 16)), partition=512),
     }
 )
 """The policy families by name. "staged" is the recorded rule for parts without asynchronous copies: K and V staging
-only, block_q = block_kv, decode partitions of 512 keys, and partitioned decode never chosen."""
+only, block_q = block_kv, decode partitions of 512 keys, and partitioned decode never chosen. "sm90_prefill" is of the Mosaic
+kernel that no build launches before it has passed on hardware."""
 
 
 def shape_of(call: AttentionCall) -> Shape:

@@ -21,7 +21,8 @@ _MODULES = {
     "prefill_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged_prefill"},
     "append_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.append"},
 }
-# Builds are named after targets, not technology: an sm90 build launches Triton code where no Mosaic kernel is faster yet.
+# Builds are named after targets, not technology: an sm90 build launches Triton code where no Mosaic kernel has been measured
+# to be faster (that of sm90/prefill.py has been interpreted and compiled, and not yet run).
 _MODULES = {slot: {**modules, "sm90": modules["sm80"]} for slot, modules in _MODULES.items()}
 _FUNCTIONS = {"decode": "decode", "decode_paged": "paged_decode", "prefill_paged": "paged_prefill", "append_paged": "append"}
 

@@ -33,11 +33,12 @@ from jax.experimental.pallas import triton as plt
 from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
+from pallas_kernels.common.prefill_plan import tile_owners
 from pallas_kernels.sm80.append import stored, write
 from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, div_mod, existing, head_chunks, iota, load_rows, place
 from pallas_kernels.sm80.decode import _in_pairs, _operands, _power_of_two
 from pallas_kernels.sm80.key_loop import Queries, Rows, Span, State, attended, key_range, nothing_seen, positively_scaled
-from pallas_kernels.sm80.plan import FLOAT32_INNER, Plan, packed_plan, tile_owners
+from pallas_kernels.sm80.plan import FLOAT32_INNER, Plan, packed_plan
 from pallas_kernels.xla.rope import rotated
 from pallas_kernels.xla.spans import segments
 
@@ -341,7 +342,7 @@ def paged_prefill(
     out = pl.pallas_call(
         functools.partial(_kernel, p=_Cache(plan, num_pages, page_size, 2 if is_paired else 1)),
         out_shape=out_shape,
-        grid=(plan.programs,),
+        grid=(plan.items,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name="gqa_prefill_paged",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dispatch_core.calls import ELEMENT_BYTES, AttentionCall
 from dispatch_core.tiling import TileConfig
+from pallas_kernels.common import prefill_plan
+from pallas_kernels.common.prefill_plan import lanes_per_pass
 from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, head_chunks
 
 FLOAT32_INNER = 32  # head elements of one float32 product; 64 spills on compute capability 8.0 and 9.0
@@ -24,45 +23,8 @@ def has_asynchronous_products(arch: int, block_q: int) -> bool:
     return 90 <= arch < 120 and block_q >= 64
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The static side of a launch.
-
-    Attributes:
-      call: the facts.
-      tile: the tile.
-      fold: heads of a group in one tile.
-      tiles: query tiles of one lane: of a request and KV head when dense, of a KV head when packed.
-      lanes: (request, KV head) pairs when dense, KV heads when packed.
-      lanes_per_pass: how many lanes run side by side, all their query tiles before the next ones' first.
-      q_rows, kv_rows: rows of a request when dense, of all requests when packed.
-      interpret: whether Pallas' interpreter runs it.
-    """
-
-    call: AttentionCall
-    tile: TileConfig
-    fold: int
-    tiles: int
-    lanes: int
-    lanes_per_pass: int
-    q_rows: int
-    kv_rows: int
-    interpret: bool
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens a tile spans."""
-        return self.tile.block_q // self.fold
-
-    @property
-    def bundles(self) -> int:
-        """Tiles that cover a group's heads for the same tokens."""
-        return self.call.group_size // self.fold
-
-    @property
-    def programs(self) -> int:
-        """Programs of the grid."""
-        return self.tiles * self.lanes * self.bundles
+class Plan(prefill_plan.Plan):
+    """A launch of Triton programs, one per item."""
 
     @property
     def has_shared_rows(self) -> bool:
@@ -96,18 +58,6 @@ class Plan:
             return head_chunks(self.call.v_dim, block_q)
         return head_chunks(self.call.v_dim, min(block_q, ACCUMULATORS * 32 * num_warps // block_q))
 
-    @property
-    def left(self) -> int | None:
-        """Keys visible before a token's own, or None."""
-        return self.call.window.left if self.call.window else None
-
-    @property
-    def right(self) -> int | None:
-        """Keys visible after a token's own, or None."""
-        if self.call.is_causal:
-            return 0
-        return self.call.window.right if self.call.window else None
-
 
 def heads_per_tile(call: AttentionCall, block_q: int) -> int:
     """How many heads of a group share a tile: the divisor that visits the fewest keys, the largest of equals.
@@ -136,7 +86,7 @@ def dense_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int,
     fold = heads_per_tile(call, tile.block_q)
     lanes = call.batch * call.kv_heads
     tiles = pl.cdiv(q_rows, tile.block_q // fold)
-    return Plan(call, tile, fold, tiles, lanes, _lanes_per_pass(call, lanes, kv_rows), q_rows, kv_rows, interpret)
+    return Plan(call, tile, fold, tiles, lanes, lanes_per_pass(call, lanes, kv_rows), q_rows, kv_rows, interpret)
 
 
 def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool = False) -> Plan:
@@ -145,14 +95,8 @@ def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int
     tokens = tile.block_q // fold
     # Every request, and the rows before the first and after the last one, may end in a partly empty tile.
     tiles = (q_rows + (call.batch + 2) * (tokens - 1)) // tokens
-    sharing = _lanes_per_pass(call, call.kv_heads, kv_rows)
+    sharing = lanes_per_pass(call, call.kv_heads, kv_rows)
     return Plan(call, tile, fold, tiles, call.kv_heads, sharing, q_rows, kv_rows, interpret)
-
-
-def _lanes_per_pass(call: AttentionCall, lanes: int, kv_rows: int) -> int:
-    """The most lanes, a divisor of all, whose keys and values fit half of the L2 cache."""
-    lane_bytes = kv_rows * (call.head_dim + call.v_dim) * max(2, ELEMENT_BYTES[call.dtype])
-    return max((n for n in range(1, lanes + 1) if lanes % n == 0 and n * lane_bytes <= call.device.l2_bytes // 2), default=1)
 
 
 def shared_memory_bytes(call: AttentionCall, tile: TileConfig) -> int:
@@ -168,29 +112,6 @@ def shared_memory_bytes(call: AttentionCall, tile: TileConfig) -> int:
     ring = tile.block_kv * (ahead * (k + v) if tile.num_stages > 1 else max(k, v))
     p = tile.block_q * tile.block_kv if width == 4 or plan.has_shared_rows else 0
     return max((tile.block_q * k + ring + p) * width, tile.block_q * v * width)
-
-
-def tile_owners(plan: Plan, q_len: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which request each query tile of a packed plan belongs to, at which of its tokens, and whether it belongs to none.
-
-    The requests that see the most keys come first, the last tokens of each before its first: whatever begins late is short.
-
-    Args:
-      plan: how many tiles there are.
-      q_len: int32 (requests,), the tokens of each.
-      seen: int32 (requests,), the keys that its last token sees.
-
-    Returns:
-      The request, the first token, and whether the tile is idle, each (tiles,).
-    """
-    request = jnp.arange(len(q_len), dtype=jnp.int32)
-    is_not_after = (seen[None, :] > seen[:, None]) | ((seen[None, :] == seen[:, None]) & (request[None, :] <= request[:, None]))
-    tiles = (q_len + (plan.tokens - 1)) // plan.tokens
-    end = jnp.sum(jnp.where(is_not_after, tiles[None, :], 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange(plan.tiles, dtype=jnp.int32)
-    is_owner = ((end - tiles)[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
-    owner = jnp.sum(jnp.where(is_owner, request[None, :], 0), axis=1, dtype=jnp.int32)
-    return owner, (end[owner] - 1 - tile) * plan.tokens, ~jnp.any(is_owner, axis=1)
 
 
 class LaunchPlan(NamedTuple):
@@ -224,4 +145,4 @@ def launch_plan(call: AttentionCall, tile: TileConfig) -> LaunchPlan:
     width = max(2, ELEMENT_BYTES[call.dtype])
     q = call.batch * call.max_seqlen_q * call.q_heads * call.head_dim * width
     kv = plan.lanes * plan.bundles * keys * width
-    return LaunchPlan(plan.programs, tile, plan.fold, {"q": q, "k": kv * call.head_dim, "v": kv * call.v_dim})
+    return LaunchPlan(plan.items, tile, plan.fold, {"q": q, "k": kv * call.head_dim, "v": kv * call.v_dim})

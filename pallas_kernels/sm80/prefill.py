@@ -32,9 +32,10 @@ from jax.experimental.pallas import triton as plt
 from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
+from pallas_kernels.common.prefill_plan import packed_requests, tile_owners
 from pallas_kernels.sm80.blocks import div_mod, existing, iota, load_rows, place
 from pallas_kernels.sm80.key_loop import Queries, Rows, Span, attended, key_range, nothing_seen, positively_scaled
-from pallas_kernels.sm80.plan import Plan, dense_plan, packed_plan, tile_owners
+from pallas_kernels.sm80.plan import Plan, dense_plan, packed_plan
 
 
 class Request(NamedTuple):
@@ -58,19 +59,12 @@ class Request(NamedTuple):
 
 
 def _packed_tiles(cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, plan: Plan) -> jax.Array:
-    """The request of every query tile of a packed batch: index, q_row, kv_row, q_len, kv_len, token; int32 (6, tiles).
-
-    The rows before the first request and after the last one are requests without keys, so that every row is written.
-    """
-    edge = jnp.zeros((1,), jnp.int32)
-    q_row = jnp.concatenate([edge, cu_seqlens_q.astype(jnp.int32)])
-    q_len = jnp.concatenate([q_row[1:], edge + plan.q_rows]) - q_row
-    kv_row = jnp.concatenate([edge, cu_seqlens_kv.astype(jnp.int32)])
-    kv_len = jnp.concatenate([edge, kv_row[2:] - kv_row[1:-1], edge])
-    owner, token, is_idle = tile_owners(plan, q_len, kv_len)
+    """The request of every query tile of a packed batch: index, q_row, kv_row, q_len, kv_len, token; int32 (6, tiles)."""
+    requests = packed_requests(cu_seqlens_q, cu_seqlens_kv, plan.q_rows)
+    owner, token, is_idle = tile_owners(plan, requests.q_len, requests.kv_len)
     index = jnp.clip(owner - 1, 0, plan.call.batch - 1)
-    live = (jnp.where(is_idle, 0, x) for x in (q_len[owner], kv_len[owner], token))
-    return jnp.stack([index, q_row[owner], kv_row[owner], *live])
+    live = (jnp.where(is_idle, 0, x) for x in (requests.q_len[owner], requests.kv_len[owner], token))
+    return jnp.stack([index, requests.q_row[owner], requests.kv_row[owner], *live])
 
 
 def _request(refs: dict[str, Any], plan: Plan, tile: jax.Array, batch: jax.Array) -> Request:
@@ -147,7 +141,7 @@ def _launch(plan: Plan, o_shape: tuple[int, ...], arrays: dict[str, jax.Array | 
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
         out_shape=out_shape,
-        grid=(plan.programs,),
+        grid=(plan.items,),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=plan.interpret,
         name="gqa_prefill",

@@ -67,6 +67,7 @@ def check(case: Case) -> None:
 RANDOM_SHAPES = [(op, seed, features) for op in OPS for seed, features in enumerate(covering_sets(op))]
 
 
+@pytest.mark.newest_jax
 @pytest.mark.usefixtures("_quickly_compiled")
 @pytest.mark.parametrize("op, seed, features", [pytest.param(*shape, id=f"{shape[0]}-{shape[1]}") for shape in RANDOM_SHAPES])
 def test_random_shapes(op, seed, features):
@@ -99,6 +100,7 @@ def _edge_cases(are_slow: bool) -> list:
     return [pytest.param(case, id=f"{op}-{name}") for op, name, case in named if is_slow(name) == are_slow]
 
 
+@pytest.mark.newest_jax
 @pytest.mark.usefixtures("_quickly_compiled")
 @pytest.mark.parametrize("case", _edge_cases(are_slow=False))
 def test_edge_cases(case):

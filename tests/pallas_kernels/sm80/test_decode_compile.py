@@ -100,7 +100,7 @@ def attention(target: str, name: str) -> aot.Kernel:
     return kernel
 
 
-# On jax 0.12.0.1, bytes a thread stores plus those it loads; 0 on 0.11.2.
+# Bytes a thread stores plus those it loads, on jax 0.12.0.1; 0 on 0.11.2.
 SPILLED_BYTES = {("a100", "float32_dim_64_page_1"): 8}
 ALL = [aot.on(t, name) for t in TARGETS for name in SETTINGS] + [aot.on(t, name) for t in OTHER_TARGETS for name in FEW]
 

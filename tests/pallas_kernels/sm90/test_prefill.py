@@ -1,0 +1,100 @@
+"""Dense and packed prefill in Mosaic's GPU interpreter, with race detection, against the oracle.
+
+The interpreter runs the kernel's barriers, copies and warpgroups; a case takes seconds, so few of them meet many features.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from dispatch_core import DEVICES, TileConfig
+from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill
+from tests.inputs import Case, poisoned, random_case
+from tests.pallas_kernels.sm80.test_prefill import facts
+from tests.tolerance import assert_same_bits, check_case
+
+# Poison in keys that no row sees: their scores are masked after the product.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+
+TWO, THREE = TileConfig(128, 64, num_warpgroups=2, num_stages=2), TileConfig(192, 64, num_warpgroups=3, num_stages=3)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_interpreter():
+    """After a failure, the interpreter serves no other kernel until it is told to."""
+    yield
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def run(case: Case, tile: TileConfig, programs: int) -> tuple[np.ndarray, np.ndarray]:
+    """A case on as many multiprocessors as programs; no two warpgroups may touch one place at once."""
+    call, arrays = facts(case, replace(DEVICES["H200"], sm_count=programs))
+    o, lse = (dense_prefill if case.op == "gqa_prefill" else packed_prefill)(call, tile, interpret=True, **arrays)
+    o, lse = np.asarray(o), np.asarray(lse)
+    assert not interpret_pallas_call.get_races().races_found
+    return o, lse
+
+
+def check(case: Case, tile: TileConfig = TWO, programs: int = 3) -> None:
+    """A case meets the oracle, and gives the same bits whatever lies where nothing may read."""
+    results = run(case, tile, programs)
+    check_case(case, *results)
+    for result, twin in zip(results, run(poisoned(case), tile, programs), strict=True):
+        assert_same_bits(result, twin)
+
+
+def shape(q: tuple[int, ...], kv: tuple[int, ...], kv_heads: int = 1, group: int = 1, head_dim: int = 64, **more: Any) -> Any:
+    return {
+        "q_lens": q,
+        "kv_lens": kv,
+        "kv_heads": kv_heads,
+        "group": group,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+    } | more
+
+
+CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], TileConfig, int]] = {
+    "one_tile": ("gqa_prefill", (), shape((5,), (7,)), TWO, 2),
+    "ring_wraps_over_items": ("gqa_prefill", (), shape((150, 150), (333, 333), group=3), TWO, 2),
+    "group_4_full": ("gqa_prefill", ("full",), shape((70,), (200,), group=4, dtype="float16"), TWO, 1),
+    "three_warpgroups": ("gqa_prefill", (), shape((200,), (200,), group=3), THREE, 1),
+    "more_rows_than_keys": ("gqa_prefill", ("sinks",), shape((190,), (70,), head_dim=32), TWO, 2),
+    "lengths": ("gqa_prefill", ("q_lengths", "kv_lengths", "softcap"), shape((90, 5, 0), (150, 0, 9), group=8), TWO, 2),
+    "window": ("gqa_prefill", ("window_both",), shape((130,), (300,), head_dim=96), TWO, 3),
+    "packed": ("gqa_prefill_packed", ("sinks",), shape((5, 0, 77, 130), (5, 3, 201, 130), group=2), TWO, 3),
+    "packed_window": ("gqa_prefill_packed", ("window_left", "softcap", "tail"), shape((70, 9), (70, 140), group=16), TWO, 4),
+}
+
+
+ON_BOTH_JAXES = ("ring_wraps_over_items", "lengths", "packed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ON_BOTH_JAXES else pytest.mark.newest_jax) for n in CASES])
+def test_against_the_oracle(name: str) -> None:
+    op, features, pinned, tile, programs = CASES[name]
+    check(random_case(op, 0, features, **{"dtype": "bfloat16"} | pinned), tile, programs)
+
+
+@pytest.mark.newest_jax
+def test_values_that_differ_in_head_size() -> None:
+    check(random_case("gqa_prefill", 1, (), **shape((70,), (130,), head_dim=192) | {"head_dim_v": 128, "dtype": "float16"}))
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive(scale: float) -> None:
+    case = random_case("gqa_prefill", 2, (), **shape((20,), (90,)), dtype="float16")
+    check_case(case := replace(case, options={**case.options, "scale": scale}), *run(case, TWO, 1))
+
+
+@pytest.mark.newest_jax
+def test_every_run_gives_the_same_bits() -> None:
+    case = random_case("gqa_prefill_packed", 3, (), **shape((40, 70), (40, 70)), dtype="bfloat16")
+    first = run(case, TWO, 2)
+    for _ in range(3):
+        for again, once in zip(run(case, TWO, 2), first, strict=True):
+            assert_same_bits(again, once)
