@@ -57,6 +57,8 @@ from dispatch_core.tiling import (
     representatives,
     select_split_plan,
     select_tile_config,
+    shape_of,
+    with_splits,
 )
 
 __all__ = [
@@ -114,7 +116,9 @@ __all__ = [
     "select_kernel_key",
     "select_split_plan",
     "select_tile_config",
+    "shape_of",
     "split_plan",
     "tiles_of_split",
     "visible_pairs",
+    "with_splits",
 ]

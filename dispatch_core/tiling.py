@@ -328,7 +328,12 @@ def fitting_tile(call: AttentionCall, family: str) -> TileConfig | str:
     if tile is None:
         needed, available = policy.shared_bytes(policy.safe_tiles[-1], shape), device.shared_memory_per_block
         return f"needs {needed} bytes of shared memory for the smallest tile, {device.name} has {available}"
-    plan = _plan(call, policy, tile)
+    return with_splits(call, family, tile)
+
+
+def with_splits(call: AttentionCall, family: str, tile: TileConfig) -> TileConfig:
+    """The tile with the splits that the family plans for the call."""
+    plan = _plan(call, POLICIES[family], tile)
     return tile if plan is None else replace(tile, num_splits=plan.num_splits)
 
 

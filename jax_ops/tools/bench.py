@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,37 +14,28 @@ import jax
 from dispatch_core import Device
 from jax_ops.devices import device_from_jax
 from jax_ops.dispatch import explain
-from jax_ops.tools import rivals, timing
-from jax_ops.tools.workloads import OPS, WORKLOADS, Workload
+from jax_ops.tools import rivals, rows, timing
+from jax_ops.tools.workloads import Workload
 
 CPU_LIMIT_FLOPS = 2e10  # about a second of a laptop's cores: rows above it need --all off a GPU
-L2_SETS_BYTES = 8 * 60 * 2**20  # input sets of a decode row rotate through this much, eight times an H200's L2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--rows", default="", help="only rows whose name contains one of these comma-separated words")
-    parser.add_argument("--list", action="store_true", help="print the rows and stop")
+    rows.add_arguments(parser)
     parser.add_argument("--all", action="store_true", help="also run rows that would take minutes off a GPU")
     parser.add_argument("--rivals", default=None, help="comma-separated names; default: all that can be imported; none: ''")
     parser.add_argument("--build", default=None, help="time this build (sm90, sm80, xla) instead of the chosen one")
     parser.add_argument("--json", action="store_true", help="one JSON object a row on standard output")
-    own = parser.add_argument_group("a workload of your own (instead of the rows)")
-    own.add_argument("--op", choices=OPS)
-    for flag, default in (("batch", 1), ("q-len", 1), ("kv-len", 1024), ("q-heads", 32), ("kv-heads", 8), ("head-dim", 128)):
-        own.add_argument(f"--{flag}", type=int, default=default)
-    own.add_argument("--dtype", default="bfloat16")
-    own.add_argument("--full", action="store_true", help="no causal mask")
-    own.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1: unbounded")
-    own.add_argument("--page-size", type=int, default=64)
 
 
 def run(args: argparse.Namespace) -> int:
     """Times the chosen rows and prints a line each."""
     device = device_from_jax(jax.devices()[0])
-    works = [_own(args)] if args.op else _rows(args.rows)
-    if not works:
-        print(f"bench: --rows {args.rows!r} matches no row; --list prints them.", file=sys.stderr)
+    try:
+        works = rows.chosen(args)
+    except rows.NoRowError as error:
+        print(f"bench: {error}", file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(work.name for work in works))
@@ -80,9 +69,9 @@ def measure(
       The row: seconds, TFLOP/s, GB/s and percent of roofline of this library, its kernel and build, and by peer the seconds
       and this library's speed relative to it, or why the peer has none.
     """
-    sets = [work.arrays(1000 * i) for i in range(_set_count(work))]
+    sets = work.input_sets()
     choice = explain_workload(work, sets[0], build)
-    seconds = _timed(partial(work.call, build=build), work, sets)
+    seconds = timed(partial(work.call, build=build), work, sets)
     row: dict[str, Any] = {
         "name": work.name,
         "device": device.name,
@@ -96,7 +85,8 @@ def measure(
     }
     for name, make in peers.items():
         try:
-            rival = _timed(make(work), work, sets)
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what rivals are written for
+                rival = timed(make(work), work, sets)
             row["rivals"][name] = {"seconds": rival, "speedup": rival / seconds}
         except rivals.Refused as why:
             row["rivals"][name] = {"refused": str(why)}
@@ -113,30 +103,11 @@ def explain_workload(work: Workload, arrays: dict[str, Any], build: str | None =
     return explain(getattr(jax_ops, f"gqa_{work.op}"), **arrays, window=work.window, build=build, **options)
 
 
-def _set_count(work: Workload) -> int:
-    """Input sets to rotate among, so that no decode row finds its cache in L2."""
-    return max(2, min(16, math.ceil(L2_SETS_BYTES / work.kv_bytes))) if work.is_decode else 1
-
-
-def _timed(call: Callable[[dict[str, Any]], Any], work: Workload, sets: list[dict[str, Any]]) -> float:
+def timed(call: Callable[[dict[str, Any]], Any], work: Workload, sets: list[dict[str, Any]]) -> float:
     """Device seconds of one call, the sets called in turn."""
     program = jax.jit(call)
     warm = timing.WARM_SECONDS["memory" if work.is_decode else "compute"]
     return timing.device_seconds(lambda: [program(arrays) for arrays in sets], warm_seconds=warm) / len(sets)
-
-
-def _rows(words: str) -> list[Workload]:
-    chosen = [w.strip() for w in words.split(",") if w.strip()]
-    return [w for w in WORKLOADS if not chosen or any(word in w.name for word in chosen)]
-
-
-def _own(args: argparse.Namespace) -> Workload:
-    work = Workload("your workload", args.op, args.batch, args.q_len, args.kv_len, args.q_heads, args.kv_heads, args.head_dim)
-    window = None if args.window is None else tuple(None if n < 0 else n for n in args.window)
-    work = replace(work, dtype=args.dtype, is_causal=not args.full, window=window)
-    if args.op in ("decode_paged", "prefill_paged"):
-        work = replace(work, page_size=args.page_size, lengths=(args.kv_len,) * args.batch)
-    return work
 
 
 def _line(row: dict[str, Any]) -> str:

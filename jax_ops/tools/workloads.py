@@ -16,6 +16,7 @@ import numpy as np
 import jax_ops
 from dispatch_core import FLOAT8, Device, Window, matrix_rate, visible_pairs
 
+ROTATED_BYTES = 8 * 60 * 2**20  # input sets of a decode row rotate through this much, eight times an H200's L2
 OPS = ("prefill", "prefill_packed", "decode", "decode_paged", "prefill_paged")
 
 
@@ -106,6 +107,11 @@ class Workload:
         cached = jnp.asarray([n - self.q_len for n in self.kv_lengths], jnp.int32)
         rows = {"page_table": table, "cu_seqlens_q": _bounds(self.q_lengths), "cache_lengths": cached}
         return _normal(seed + 1, chunk, self.dtype) | pools | rows
+
+    def input_sets(self) -> list[dict[str, jax.Array]]:
+        """Inputs to rotate among, so that no decode row finds its cache in L2."""
+        count = max(2, min(16, -(-ROTATED_BYTES // self.kv_bytes))) if self.is_decode else 1
+        return [self.arrays(1000 * i) for i in range(count)]
 
     def call(self, arrays: dict[str, Any], **options: Any) -> Any:
         """Runs the public op on the arrays and returns o (an append keeps its pools to itself)."""

@@ -111,6 +111,19 @@ def write(
     return pools[0].reshape(k_pages.shape), pools[1].reshape(v_pages.shape)
 
 
+def rotated_and_appended(
+    call: AttentionCall, q: Array, k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, cu_seqlens: Array,
+    cache_lengths: Array, inv_freq: Array | None, k_scale: Array | None, v_scale: Array | None, *, interpret: bool,
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+    """Packed q and k rotated to their positions, and the pools with k and v behind their sequences' cache_lengths."""
+    token = segments(cu_seqlens, len(q))
+    if inv_freq is not None:
+        position = cache_lengths[token.sequence] + token.offset
+        q, k = (rotated(x, position, inv_freq, call.rope) for x in (q, k))
+    new = stored(k, k_scale, token, k_pages.dtype), stored(v, v_scale, token, v_pages.dtype)
+    return q, k, *write(*new, k_pages, v_pages, page_table, cache_lengths, cu_seqlens, interpret=interpret)
+
+
 def append(
     call: AttentionCall,
     tile: TileConfig | None,

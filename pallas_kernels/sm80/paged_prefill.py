@@ -34,13 +34,11 @@ from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
 from pallas_kernels.common.prefill_plan import tile_owners
-from pallas_kernels.sm80.append import stored, write
+from pallas_kernels.sm80.append import rotated_and_appended
 from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, div_mod, existing, head_chunks, iota, load_rows, place
 from pallas_kernels.sm80.decode import _in_pairs, _operands, _power_of_two
 from pallas_kernels.sm80.key_loop import Queries, Rows, Span, State, attended, key_range, nothing_seen, positively_scaled
 from pallas_kernels.sm80.plan import FLOAT32_INNER, Plan, packed_plan
-from pallas_kernels.xla.rope import rotated
-from pallas_kernels.xla.spans import segments
 
 Array = jax.Array
 MOST_SCALAR_PAGES = 8  # page ids that a tile reads as scalars
@@ -318,13 +316,21 @@ def paged_prefill(
       o (T, Hq, Dv) in the call's output type, lse float32 (T, Hq) or None, and both pools; rows of no sequence are 0 and
       -inf (or the sink).
     """
-    token = segments(cu_seqlens_q, len(q))
-    if inv_freq is not None:
-        position = cache_lengths[token.sequence] + token.offset
-        q, k = (rotated(x, position, inv_freq, call.rope) for x in (q, k))
-    new = stored(k, k_scale, token, k_pages.dtype), stored(v, v_scale, token, v_pages.dtype)
-    k_pages, v_pages = write(*new, k_pages, v_pages, page_table, cache_lengths, cu_seqlens_q, interpret=interpret)
-
+    q, k, k_pages, v_pages = rotated_and_appended(
+        call,
+        q,
+        k,
+        v,
+        k_pages,
+        v_pages,
+        page_table,
+        cu_seqlens_q,
+        cache_lengths,
+        inv_freq,
+        k_scale,
+        v_scale,
+        interpret=interpret,
+    )  # fmt: skip
     num_pages, page_size = k_pages.shape[:2]
     plan = packed_plan(call, tile, len(q), len(k), interpret)
     plan = replace(plan, lanes_per_pass=plan.lanes)

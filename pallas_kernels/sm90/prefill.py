@@ -1,8 +1,8 @@
-"""Prefill attention on Mosaic GPU for compute capability 9.0: dense, padded, packed and windowed, one kernel.
+"""Prefill attention on Mosaic GPU for compute capability 9.0: dense, padded, packed, windowed and over pages, one kernel.
 
 o[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h // G]) v[j, h // G] over the keys j that token t sees, per request; 16-bit
-q (B, Sq, Hq, D), k (B, Skv, Hkv, D), v (B, Skv, Hkv, Dv), or the same packed without the leading axis; float32 sums, lse in
-natural logarithms.
+q (B, Sq, Hq, D), k (B, Skv, Hkv, D), v (B, Skv, Hkv, Dv), or the same packed without the leading axis, there with the keys
+of each request's pages before its own; float32 sums, lse in natural logarithms.
 
 What makes it fast:
 
@@ -13,6 +13,7 @@ What makes it fast:
 - Programs are persistent, one per SM. Items that read the same keys are neighbours, longest first; the heads of a group
   share the K and V tiles of an item where the group's size allows it.
 - KV tiles are visited from the last to the first: the diagonal and the tail are masked first, the middle runs unmasked.
+- A tile of the cache is as many copies as it has pages; page ids are looked up, and holes marked, before the launch.
 
 FlashAttention-3 (Shah et al., 2024) for the producer, the turns and the overlap within a warpgroup; Mosaic GPU's sample in
 JAX showed that they can be said in Pallas.
@@ -33,7 +34,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dispatch_core.calls import AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import prefill_plan, softmax
-from pallas_kernels.common.prefill_plan import lanes_per_pass, packed_requests, tile_owners
+from pallas_kernels.common.prefill_plan import Requests, lanes_per_pass, packed_requests, tile_owners
+from pallas_kernels.sm80.append import rotated_and_appended
 
 Array = jax.Array
 WGMMA = plgpu.Layout.WGMMA
@@ -52,10 +54,23 @@ class Plan(prefill_plan.Plan):
     Attributes:
       is_packed: whether requests follow one another in one array.
       has_lengths: whether a tile of V may hold rows of no one, or of another request.
+      page_size: of the cache that comes before a request's own keys; 0: there is none.
     """
 
     is_packed: bool
     has_lengths: bool
+    page_size: int = 0
+
+    @property
+    def pieces(self) -> int:
+        """Copies that a KV tile takes: one a page where it holds several."""
+        return pl.cdiv(self.tile.block_kv, self.page_size) if self.page_size else 1
+
+    @property
+    def cache_tiles(self) -> int:
+        """KV tiles of a sequence's pages."""
+        assert self.call.paging is not None
+        return pl.cdiv(self.call.paging.capacity, self.tile.block_kv)
 
     @property
     def consumers(self) -> int:
@@ -83,11 +98,6 @@ class Plan(prefill_plan.Plan):
         """Whether o leaves through the queries' memory, for want of more."""
         return self.call.head_dim == self.call.v_dim > 192 and not self.is_packed
 
-    @property
-    def has_left_edges(self) -> bool:
-        """Whether a tile may hold keys before a row's first one."""
-        return self.left is not None or self.is_packed
-
     def row_of(self, consumer: Any) -> Any:
         """The first of a consumer's rows among the tile's tokens."""
         return 0 if self.fold > 1 else consumer * ROWS
@@ -111,24 +121,39 @@ def dense_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int,
     return Plan(call, tile, fold, tiles, lanes, passing, q_rows, kv_rows, interpret, is_packed=False, has_lengths=has_lengths)
 
 
-def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool) -> Plan:
-    """The plan of q_rows queries and kv_rows keys of all requests together."""
+def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool, page_size: int = 0) -> Plan:
+    """The plan of q_rows queries and kv_rows keys of all requests together, before which a cache may come."""
     fold = heads_per_tile(call, tile)
     tokens = tile.block_q // fold
     # Every request, and the rows before the first and after the last one, may begin within an octet and end within a tile.
     tiles = (q_rows + (call.batch + 2) * (tokens - 1 + OCTET - 1)) // tokens
-    passing = lanes_per_pass(call, call.kv_heads, kv_rows)
-    return Plan(call, tile, fold, tiles, call.kv_heads, passing, q_rows, kv_rows, interpret, is_packed=True, has_lengths=True)
+    passing = lanes_per_pass(call, call.kv_heads, call.batch * call.max_seqlen_kv if page_size else kv_rows)
+    sizes = (q_rows, kv_rows, interpret)
+    return Plan(call, tile, fold, tiles, call.kv_heads, passing, *sizes, is_packed=True, has_lengths=True, page_size=page_size)
 
 
-def packed_tiles(cu_seqlens_q: Array, cu_seqlens_kv: Array, plan: Plan) -> Array:
-    """What `Request` says of every query tile, int32 (7, tiles): index, row / 8, token, q_len, kv_row / 8, kv_begin, kv_end."""
-    q_row, q_len, kv_row, kv_len = packed_requests(cu_seqlens_q, cu_seqlens_kv, plan.q_rows)
+def packed_tiles(plan: Plan, requests: Requests, cached: Array | None = None, is_whole: Array | None = None) -> Array:
+    """What `Request` says of every query tile.
+
+    Args:
+      plan: how many tiles there are.
+      requests: of the packed batch.
+      cached: int32 (batch,), keys of each request's pages, or None.
+      is_whole: bool (batch,), whether all of these pages exist.
+
+    Returns:
+      index, row / 8, token, q_len, kv_row / 8, kv_begin, kv_end, cached, is_whole; int32 (9, tiles).
+    """
+    q_row, q_len, kv_row, kv_len = requests
+    edge, nothing = jnp.zeros((1,), jnp.int32), jnp.zeros_like(q_row)
+    cached = nothing if cached is None else jnp.concatenate([edge, cached, edge])
+    whole = nothing if is_whole is None else jnp.concatenate([edge, is_whole.astype(jnp.int32), edge])
     before, kv_begin = q_row % OCTET, kv_row % OCTET
-    owner, token, is_idle = tile_owners(plan, jnp.where(q_len > 0, before + q_len, 0), kv_len)
+    owner, token, is_idle = tile_owners(plan, jnp.where(q_len > 0, before + q_len, 0), cached + kv_len)
     index = jnp.clip(owner - 1, 0, plan.call.batch - 1)
     octet = q_row[owner] // OCTET + token // OCTET
-    live = (octet, token - before[owner], *(x[owner] for x in (q_len, kv_row // OCTET, kv_begin, kv_begin + kv_len)))
+    rest = (q_len, kv_row // OCTET, kv_begin, kv_begin + kv_len, cached, whole)
+    live = (octet, token - before[owner], *(x[owner] for x in rest))
     return jnp.stack([index, *(jnp.where(is_idle, 0, x) for x in live)])
 
 
@@ -144,7 +169,9 @@ class Request(NamedTuple):
       token: that token, from the request's first one.
       q_len: live tokens of the request.
       kv_row: of key 0 in k and v.
-      kv_begin, kv_end: the request's keys, counted from key 0.
+      kv_begin, kv_end: the request's own keys, counted from key 0.
+      cached: keys of its pages.
+      is_whole: whether all of these exist.
       tile: number of the query tile.
       q_head, kv_head: the first query head, and the KV head.
     """
@@ -156,28 +183,11 @@ class Request(NamedTuple):
     kv_row: Array
     kv_begin: Array
     kv_end: Array
+    cached: Array
+    is_whole: Array
     tile: Array
     q_head: Array
     kv_head: Array
-
-    @property
-    def shift(self) -> Array:
-        """What makes a token the key at its place."""
-        return self.kv_end - self.q_len
-
-
-class KeyTiles(NamedTuple):
-    """KV tiles an item visits, int32: from `stop` - 1 down to `first`, of which [full_from, full_to) need no mask."""
-
-    first: Array
-    stop: Array
-    full_from: Array
-    full_to: Array
-
-    @property
-    def count(self) -> Array:
-        """How many."""
-        return self.stop - self.first
 
 
 def _request(refs: dict[str, Any], plan: Plan, item: Array) -> Request:
@@ -187,33 +197,86 @@ def _request(refs: dict[str, Any], plan: Plan, item: Array) -> Request:
     index, kv_head = _div_mod(turn * plan.lanes_per_pass + lane, plan.call.kv_heads)
     heads = (kv_head * plan.call.group_size + bundle * plan.fold, kv_head)
     if plan.is_packed:
-        index, octet, token, q_len, kv_octet, kv_begin, kv_end = (refs["tiles"][i, tile] for i in range(7))
-        return Request(index, octet * OCTET, token, q_len, kv_octet * OCTET, kv_begin, kv_end, tile, *heads)
+        index, octet, token, q_len, kv_octet, begin, end, cached, is_whole = (refs["tiles"][i, tile] for i in range(9))
+        return Request(index, octet * OCTET, token, q_len, kv_octet * OCTET, begin, end, cached, is_whole, tile, *heads)
     tile = plan.tiles - 1 - tile
     token, zero = tile * plan.tokens, jnp.int32(0)
     q_len = refs["q_lengths"][index] if "q_lengths" in refs else jnp.int32(plan.q_rows)
     kv_len = refs["kv_lengths"][index] if "kv_lengths" in refs else jnp.int32(plan.kv_rows)
-    return Request(index, token, token, q_len, zero, zero, kv_len, tile, *heads)
+    return Request(index, token, token, q_len, zero, zero, kv_len, zero, zero, tile, *heads)
 
 
-def _key_tiles(plan: Plan, request: Request) -> KeyTiles:
-    """At least one tile, if need be one that no row sees, so that every item takes the same path."""
-    block_kv, left, right = plan.tile.block_kv, plan.left, plan.right
-    low = jnp.maximum(request.token, 0) + request.shift
-    high = jnp.minimum(request.token + plan.tokens, request.q_len) - 1 + request.shift
+class Run(NamedTuple):
+    """A stretch of keys that an item attends: those of its pages, or its own.
+
+    KV tiles are visited from `stop` - 1 down to `first`, of which [full_from, full_to) need no mask.
+
+    Attributes:
+      is_cached: whether they are those of its pages.
+      shift: number of the key at the request's first token.
+      begin, end: the keys, counted from the run's key 0.
+      right: how many keys after its own a row sees; None: all there are.
+      has_left_edges: whether a tile may hold keys before a row's first one.
+    """
+
+    is_cached: bool
+    shift: Array
+    begin: Array
+    end: Array
+    right: int | None
+    has_left_edges: bool
+    first: Array
+    stop: Array
+    full_from: Array
+    full_to: Array
+
+    @property
+    def count(self) -> Array:
+        """How many KV tiles."""
+        return self.stop - self.first
+
+
+def _runs(plan: Plan, request: Request) -> list[Run]:
+    """The runs in the order of their visit.
+
+    Of a request's own keys there is at least one tile, if need be one that no row sees, so that every item takes the same
+    path; the first tile to be visited is always masked.
+    """
+    has_left_edges = plan.left is not None or plan.is_packed
+    own = _run(
+        plan, request, False, request.kv_end - request.q_len, request.kv_begin, request.kv_end, plan.right, has_left_edges
+    )
+    stop = jnp.maximum(own.stop, own.first + 1)
+    full_to = jnp.clip(own.full_to, own.first, stop - 1)
+    own = own._replace(stop=stop, full_from=jnp.minimum(own.full_from, full_to), full_to=full_to)
+    if not plan.page_size:
+        return [own]
+    zero = jnp.zeros_like(request.cached)
+    cache = _run(plan, request, True, request.cached, zero, request.cached, None, plan.left is not None)
+    is_whole = request.is_whole != 0
+    full = (jnp.where(is_whole, x, cache.first) for x in (cache.full_from, cache.full_to))
+    return [own, cache._replace(**dict(zip(("full_from", "full_to"), full)))]
+
+
+def _run(
+    plan: Plan, request: Request, is_cached: bool, shift: Array, begin: Array, end: Array, right: int | None, has_left: bool
+) -> Run:
+    block_kv, left = jnp.int32(plan.tile.block_kv), plan.left
+    low = jnp.maximum(request.token, 0) + shift
+    high = jnp.minimum(request.token + plan.tokens, request.q_len) - 1 + shift
 
     def begin_of(position: Array) -> Array:
-        return request.kv_begin if left is None else jnp.maximum(position - left, request.kv_begin)
+        return begin if left is None else jnp.maximum(position - left, begin)
 
     def end_of(position: Array) -> Array:
-        return request.kv_end if right is None else jnp.clip(position + (right + 1), 0, request.kv_end)
+        return end if right is None else jnp.clip(position + (right + 1), 0, end)
 
-    end = jnp.where(request.token < request.q_len, end_of(high), 0)
-    first = lax.div(jnp.minimum(begin_of(low), jnp.maximum(end - 1, 0)), jnp.int32(block_kv))
-    stop = jnp.maximum(lax.div(end + (block_kv - 1), jnp.int32(block_kv)), first + 1)
-    full_to = jnp.clip(lax.div(end_of(low), jnp.int32(block_kv)), first, stop - 1)  # the last tile is masked in any case
-    full_from = jnp.clip(lax.div(begin_of(high) + (block_kv - 1), jnp.int32(block_kv)), first, full_to)
-    return KeyTiles(first, stop, full_from, full_to)
+    seen_to = jnp.where(request.token < request.q_len, end_of(high), 0)
+    first = lax.div(jnp.minimum(begin_of(low), jnp.maximum(seen_to - 1, 0)), block_kv)
+    stop = jnp.where(begin_of(low) < seen_to, lax.div(seen_to + (block_kv - 1), block_kv), first)
+    full_to = jnp.clip(lax.div(end_of(low), block_kv), first, stop)
+    full_from = jnp.clip(lax.div(begin_of(high) + (block_kv - 1), block_kv), first, full_to)
+    return Run(is_cached, shift, begin, end, right, has_left, first, stop, full_from, full_to)
 
 
 def _div_mod(x: Array, y: int) -> tuple[Array, Array]:
@@ -250,53 +313,60 @@ class Ring(NamedTuple):
 def _produce(refs: dict[str, Any], ring: Ring, plan: Plan, turns: Array) -> None:
     """Fills the ring, item by item."""
     program, stages, block_kv = lax.axis_index("program"), plan.tile.num_stages, plan.tile.block_kv
+    piece = block_kv // plan.pieces
+
+    def rows_of(name: str, request: Request, run: Run, tile: Array, i: int) -> Any:
+        """One of the pieces of a KV tile."""
+        if not run.is_cached:
+            rows = pl.ds(request.kv_row + tile * block_kv + i * piece, piece)
+            return refs[name].at[_at(plan, request.index, rows, request.kv_head)]
+        page = refs["page_ids"][request.index, tile * plan.pieces + i]
+        within = lax.rem(tile, jnp.int32(pl.cdiv(plan.page_size, block_kv)))
+        return refs[f"{name}_pages"].at[page, pl.ds(within * block_kv, piece), request.kv_head]
 
     def item(turn: Array, filled: Array) -> Array:
         request = _request(refs, plan, program + turn * plan.programs)
-        tiles = _key_tiles(plan, request)
         for warpgroup in range(plan.consumers):
-
-            @pl.when(turn > 0)
-            def _() -> None:
-                plgpu.barrier_wait(ring.q_free.at[warpgroup])  # noqa: B023
-
+            pl.when(turn > 0)(functools.partial(plgpu.barrier_wait, ring.q_free.at[warpgroup]))
             rows = pl.ds(request.row + plan.row_of(warpgroup), ROWS)
             place = _at(plan, request.index, rows, request.q_head + plan.head_of(warpgroup))
             plgpu.copy_gmem_to_smem(refs["q"].at[place], ring.q.at[warpgroup], ring.q_ready.at[warpgroup])
 
-        def load(i: Array, filled: Array) -> Array:
-            slot = lax.rem(filled, jnp.int32(stages))
-            first = (tiles.stop - 1 - i) * block_kv
-            place = _at(plan, request.index, pl.ds(request.kv_row + first, block_kv), request.kv_head)
+        def load(i: Array, filled: Array, run: Run) -> Array:
+            slot, tile = lax.rem(filled, jnp.int32(stages)), run.stop - 1 - i
 
-            def wait_for(free: Any) -> None:
-                @pl.when(filled >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(free.at[slot])
+            def copy(name: str, memory: Any, ready: Any) -> None:
+                for i in range(plan.pieces):
+                    place = memory.at[slot] if plan.pieces == 1 else memory.at[slot, pl.ds(i * piece, piece)]
+                    plgpu.copy_gmem_to_smem(rows_of(name, request, run, tile, i), place, ready)
 
-            wait_for(ring.k_free)
-            plgpu.copy_gmem_to_smem(refs["k"].at[place], ring.k.at[slot], ring.k_ready.at[slot])
-            wait_for(ring.v_free)
+            pl.when(filled >= stages)(lambda: plgpu.barrier_wait(ring.k_free.at[slot]))
+            copy("k", ring.k, ring.k_ready.at[slot])
+            pl.when(filled >= stages)(lambda: plgpu.barrier_wait(ring.v_free.at[slot]))
             if not plan.has_lengths:
-                plgpu.copy_gmem_to_smem(refs["v"].at[place], ring.v.at[slot], ring.v_ready.at[slot])
+                copy("v", ring.v, ring.v_ready.at[slot])
                 return filled + 1
-            is_whole = (first >= request.kv_begin) & (first + block_kv <= request.kv_end)
-
-            @pl.when(is_whole)
-            def _() -> None:
-                plgpu.copy_gmem_to_smem(refs["v"].at[place], ring.v.at[slot], ring.v_ready.at[slot])
+            begin, end = run.begin - tile * block_kv, run.end - tile * block_kv
+            pages = refs["page_bits"][request.index, tile] if run.is_cached else None
+            is_whole = (begin <= 0) & (end >= block_kv)
+            if pages is not None:
+                is_whole = is_whole & (pages == _all_pages(plan))
+            pl.when(is_whole)(lambda: copy("v", ring.v, ring.v_ready.at[slot]))
 
             @pl.when(jnp.logical_not(is_whole))
             def _() -> None:
-                plgpu.copy_gmem_to_smem(refs["v"].at[place], ring.v.at[slot], ring.v_raw)
+                copy("v", ring.v, ring.v_raw)
                 plgpu.barrier_wait(ring.v_raw)
-                _keep_rows(ring.v.at[slot], request.kv_begin - first, request.kv_end - first)
+                _keep_rows(plan, ring.v.at[slot], begin, end, pages)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(ring.v_ready.at[slot])
+                for _ in range(plan.pieces):
+                    plgpu.barrier_arrive(ring.v_ready.at[slot])
 
             return filled + 1
 
-        return lax.fori_loop(0, tiles.count, load, filled)
+        for run in _runs(plan, request):
+            filled = lax.fori_loop(0, run.count, functools.partial(load, run=run), filled)
+        return filled
 
     filled = lax.fori_loop(0, turns, item, jnp.int32(0))
     if plan.interpret:  # which asks that whoever waits on a barrier sees each of its completions
@@ -310,13 +380,18 @@ def _produce(refs: dict[str, Any], ring: Ring, plan: Plan, turns: Array) -> None
         lax.fori_loop(jnp.maximum(filled - stages, 0), filled, drain, None)
 
 
+def _all_pages(plan: Plan) -> int:
+    """Bits of a KV tile whose pages all exist."""
+    return (1 << plan.pieces) - 1
+
+
 def _tile_width(columns: int) -> int:
     """Elements of a swizzled row: the widest swizzle that divides the columns."""
     return 64 if columns % 64 == 0 else 32
 
 
-def _keep_rows(v: Any, begin: Array, end: Array) -> None:
-    """Zeroes a tile's rows outside [begin, end): what lies there may be NaN, and 0 * NaN is NaN."""
+def _keep_rows(plan: Plan, v: Any, begin: Array, end: Array, pages: Array | None) -> None:
+    """Zeroes a tile's rows outside [begin, end) or of no page: what lies there may be NaN, and 0 * NaN is NaN."""
     rows, columns = v.shape
     width = _tile_width(columns)
     for row in range(0, rows, ROWS):
@@ -324,7 +399,16 @@ def _keep_rows(v: Any, begin: Array, end: Array) -> None:
             block = v.at[pl.ds(row, ROWS), pl.ds(column, width)]
             x = plgpu.layout_cast(block[...], WGMMA)
             number = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WGMMA) + row
-            block[...] = jnp.where((number >= begin) & (number < end), x, jnp.zeros_like(x))
+            is_kept = (number >= begin) & (number < end)
+            if pages is not None:
+                is_kept = is_kept & _is_paged(plan, number, pages)
+            block[...] = jnp.where(is_kept, x, jnp.zeros_like(x))
+
+
+def _is_paged(plan: Plan, key: Array, pages: Array) -> Array:
+    """Which keys of a KV tile have a page that exists."""
+    page = lax.div(key, jnp.full_like(key, plan.tile.block_kv // plan.pieces))
+    return lax.shift_right_logical(jnp.full_like(key, pages), page) & 1 == 1
 
 
 class State(NamedTuple):
@@ -343,19 +427,30 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
     scale = 1.0 if call.softcap is not None else abs(call.softmax_scale) * softmax.LOG2_E or 1.0
     q = ring.q.at[warpgroup]
 
-    def scored(dots: Array, limits: tuple[Array, Array] | None, first: Array) -> Array:
+    def scored(dots: Array) -> Array:
         if call.softcap is not None:
             bound, rate = call.softcap * softmax.LOG2_E, call.softmax_scale * 2.0 * softmax.LOG2_E / call.softcap
-            dots = bound - (2.0 * bound) / (1.0 + jnp.exp2(dots * rate))
-        elif call.softmax_scale <= 0:
-            dots = dots * (-1.0 if call.softmax_scale < 0 else 0.0)
-        if limits is None:
-            return dots
-        column = plgpu.broadcasted_iota(jnp.int32, dots.shape, 1, layout=WGMMA)
-        seen = column < _by_row(limits[1] - first, dots)
-        if plan.has_left_edges:
-            seen = seen & (column >= _by_row(limits[0] - first, dots))
-        return jnp.where(seen, dots, -jnp.inf)
+            return bound - (2.0 * bound) / (1.0 + jnp.exp2(dots * rate))
+        if call.softmax_scale <= 0:
+            return dots * (-1.0 if call.softmax_scale < 0 else 0.0)
+        return dots
+
+    def masked(scores: Array, request: Request, run: Run, tile: Array, row: Array) -> Array:
+        """The scores of the keys that a row sees; `row` is the token of each."""
+        position, first = row + run.shift, tile * block_kv
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
+        end = jnp.full_like(row, run.end)
+        if run.right is not None:
+            end = jnp.minimum(end, position + (run.right + 1))
+        seen = column < _by_row(end - first, scores)
+        if run.has_left_edges:
+            begin = jnp.full_like(row, run.begin)
+            if plan.left is not None:
+                begin = jnp.maximum(begin, position - plan.left)
+            seen = seen & (column >= _by_row(begin - first, scores))
+        if run.is_cached:
+            seen = seen & _is_paged(plan, column, refs["page_bits"][request.index, tile])
+        return jnp.where(seen, scores, -jnp.inf)
 
     def weighed(scores: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """Weights, what the sums are to be multiplied by, and the new top and total."""
@@ -368,21 +463,11 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
 
     def item(turn: Array, used: Array) -> Array:
         request = _request(refs, plan, program + turn * plan.programs)
-        tiles = _key_tiles(plan, request)
-        token = request.token + plan.row_of(warpgroup)
-        row = token + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
-        position = row + request.shift
-        row_begin, row_end = jnp.full_like(row, request.kv_begin), jnp.full_like(row, request.kv_end)
-        if plan.left is not None:
-            row_begin = jnp.maximum(row_begin, position - plan.left)
-        if plan.right is not None:
-            row_end = jnp.minimum(row_end, position + (plan.right + 1))
+        runs = _runs(plan, request)
+        row = request.token + plan.row_of(warpgroup) + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
 
         def slot_of(i: Array | int) -> Array:
             return lax.rem(used + i, jnp.int32(stages))
-
-        def first_key(i: Array | int) -> Array:
-            return (tiles.stop - 1 - i) * block_kv
 
         plgpu.barrier_wait(ring.q_ready.at[warpgroup])
         plgpu.barrier_wait(ring.k_ready.at[slot_of(0)])
@@ -395,11 +480,12 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         plgpu.barrier_arrive(ring.k_free.at[slot_of(0)])
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), WGMMA.reduce(1))
         zero = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
-        p, _, top, total = weighed(scored(dots, (row_begin, row_end), first_key(0)), nothing, zero)
+        p, _, top, total = weighed(masked(scored(dots), request, runs[0], runs[0].stop - 1, row), nothing, zero)
         sums = plgpu.layout_cast(jnp.zeros((ROWS, call.v_dim), jnp.float32), WGMMA)
 
-        def visit(i: Array, state: State, is_edge: bool) -> State:
-            now, before = slot_of(i), slot_of(i - 1)
+        def visit(i: Array, state: State, run: Run, visited: Array | int, is_edge: bool) -> State:
+            """The state after the i-th tile of a run, before which others have been visited."""
+            now, before = slot_of(visited + i), slot_of(visited + i - 1)
             # Converted here, the weights move to the registers of the last product's while the sums settle.
             p, sums = _settled(plan, state.p.astype(dtype), state.sums)
             plgpu.barrier_wait(ring.k_ready.at[now])
@@ -413,7 +499,9 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
                     plgpu.barrier_arrive(ring.turn.at[lax.rem(warpgroup + 1, jnp.int32(plan.consumers))])
                 [dots] = _settled(plan, s_ref[...] if plan.interpret else plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
                 plgpu.barrier_arrive(ring.k_free.at[now])
-                scores = scored(dots, (row_begin, row_end) if is_edge else None, first_key(i))
+                scores = scored(dots)
+                if is_edge:
+                    scores = masked(scores, request, run, run.stop - 1 - i, row)
                 p_next, kept, top, total = weighed(scores, state.top, state.total)
                 done = finish()
                 plgpu.barrier_arrive(ring.v_free.at[before])
@@ -421,16 +509,18 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
 
             return pl.run_scoped(products, plgpu.ACC((ROWS, block_kv), jnp.float32), plgpu.ACC((ROWS, call.v_dim), jnp.float32))
 
-        state = State(top, total, sums, p)
-        masked, plain = functools.partial(visit, is_edge=True), functools.partial(visit, is_edge=False)
-        ends = [tiles.stop - tiles.full_to, tiles.stop - tiles.full_from, tiles.count]
-        state = lax.fori_loop(jnp.int32(1), ends[0], masked, state)
-        state = lax.fori_loop(ends[0], ends[1], plain, state)
-        if plan.has_left_edges:
-            state = lax.fori_loop(ends[1], ends[2], masked, state)
+        state, begin, visited = State(top, total, sums, p), jnp.int32(1), jnp.int32(0)
+        for run in runs:
+            edge, plain = (functools.partial(visit, run=run, visited=visited, is_edge=is_edge) for is_edge in (True, False))
+            full_to, full_from = run.stop - run.full_to, run.stop - run.full_from
+            state = lax.fori_loop(begin, full_to, edge, state)
+            state = lax.fori_loop(full_to, full_from, plain, state)
+            if run.has_left_edges:
+                state = lax.fori_loop(full_from, run.count, edge, state)
+            begin, visited = jnp.int32(0), visited + run.count
         if not plan.stores_through_q:
             plgpu.barrier_arrive(ring.q_free.at[warpgroup])
-        last = slot_of(tiles.count - 1)
+        last = slot_of(visited - 1)
         p, sums = _settled(plan, state.p.astype(dtype), state.sums)
         sums = pl.run_scoped(
             lambda o_ref: _accumulated(plan, sums, o_ref, p, ring.v.at[last], ring.v_ready.at[last])(),
@@ -449,7 +539,7 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         if plan.stores_through_q:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(ring.q_free.at[warpgroup])
-        return used + tiles.count
+        return used + visited
 
     if plan.takes_turns:  # the last warpgroup gives the first one its first turn, and the first one takes the last
 
@@ -552,11 +642,11 @@ def _launch(plan: Plan, given: dict[str, Array], o_shape: tuple[int, ...], lse_s
         "lse": plgpu.SMEM((consumers, ROWS), jnp.float32) if call.return_lse else None,
         "q_ready": plgpu.Barrier(num_barriers=consumers),
         "q_free": plgpu.Barrier(num_barriers=consumers),
-        "k_ready": plgpu.Barrier(num_barriers=stages),
+        "k_ready": plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=stages),
         "k_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        "v_ready": plgpu.Barrier(num_barriers=stages),
+        "v_ready": plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=stages),
         "v_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        "v_raw": plgpu.Barrier() if plan.has_lengths else None,
+        "v_raw": plgpu.Barrier(num_arrivals=plan.pieces) if plan.has_lengths else None,
         "turn": plgpu.Barrier(num_barriers=consumers) if plan.takes_turns else None,
     }
     out_type = {"o": jax.ShapeDtypeStruct(o_shape, dtype)}
@@ -627,10 +717,16 @@ def packed_prefill(
       o (Tq, Hq, Dv), and lse (Tq, Hq) float32 or None; rows of no request are 0 and -inf (or the sink).
     """
     plan = packed_plan(call, tile, q.shape[0], k.shape[0], interpret)
-    tiles = packed_tiles(cu_seqlens_q, cu_seqlens_kv, plan)
-    given = {"q": q, "k": k, "v": v, "tiles": tiles} | ({} if sinks is None else {"sinks": sinks})
-    made = _launch(plan, given, (*q.shape[:2], v.shape[-1]), (1, q.shape[1], plan.tiles * plan.tokens))
-    if not call.return_lse:
+    tiles = packed_tiles(plan, packed_requests(cu_seqlens_q, cu_seqlens_kv, plan.q_rows))
+    return _packed(plan, {"q": q, "k": k, "v": v, "tiles": tiles, "sinks": sinks})
+
+
+def _packed(plan: Plan, arrays: dict[str, Array | None]) -> tuple[Array, Array | None]:
+    """The results of a packed launch, whose lse comes in tiles."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    q, tiles = given["q"], given["tiles"]
+    made = _launch(plan, given, (*q.shape[:2], plan.call.v_dim), (1, q.shape[1], plan.tiles * plan.tokens))
+    if not plan.call.return_lse:
         return made["o"], None
     _, octet, token, q_len, *_ = tiles
     number = jnp.arange(plan.tokens, dtype=jnp.int32)[None, :]
@@ -639,3 +735,57 @@ def packed_prefill(
     row = jnp.where(is_live, octet[:, None] * OCTET + number, q.shape[0]).reshape(-1)
     lse = jnp.zeros(q.shape[:2], jnp.float32).at[row].set(made["lse"][0].T, mode="drop")
     return made["o"], lse
+
+
+def paged_prefill(
+    call: AttentionCall,
+    tile: TileConfig,
+    *,
+    interpret: bool = False,
+    q: Array,
+    k: Array,
+    v: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    cu_seqlens_q: Array,
+    cache_lengths: Array,
+    inv_freq: Array | None,
+    sinks: Array | None,
+    **scales: None,
+) -> tuple[Array, Array | None, Array, Array]:
+    """Attention of packed chunks over what the cache holds of their sequences and over themselves; they are appended.
+
+    Arguments and results are those of sm80's `paged_prefill`. Pages are of 8 rows or more, and a KV tile is a whole number
+    of pages or a page one of tiles.
+    """
+    q, k, k_pages, v_pages = rotated_and_appended(
+        call, q, k, v, k_pages, v_pages, page_table, cu_seqlens_q, cache_lengths, inv_freq, None, None, interpret=interpret
+    )
+    plan = packed_plan(call, tile, q.shape[0], k.shape[0], interpret, k_pages.shape[1])
+    ids, bits, is_whole = _pages(plan, page_table, cache_lengths, k_pages.shape[0])
+    tiles = packed_tiles(plan, packed_requests(cu_seqlens_q, cu_seqlens_q, plan.q_rows), cache_lengths, is_whole)
+    arrays = {"q": q, "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "page_ids": ids, "page_bits": bits}
+    o, lse = _packed(plan, arrays | {"tiles": tiles, "sinks": sinks})
+    return o, lse, k_pages, v_pages
+
+
+def _pages(plan: Plan, page_table: Array, cache_lengths: Array, num_pages: int) -> tuple[Array, Array, Array]:
+    """The pages of every KV tile of the cache.
+
+    Returns:
+      The id of each piece of each tile, int32 (B, tiles * pieces), 0 for a piece that is past the cached keys or whose page
+      does not exist; a bit for each piece that is neither, int32 (B, tiles); whether no page is missing, bool (B,).
+    """
+    batch, width = page_table.shape
+    piece = plan.tile.block_kv // plan.pieces
+    first = jnp.arange(plan.cache_tiles * plan.pieces, dtype=jnp.int32) * piece
+    column = jnp.minimum(first // plan.page_size, width - 1)
+    page = jnp.take(page_table, column, axis=1)
+    in_use = first[None, :] < cache_lengths[:, None]
+    if plan.left is not None:
+        in_use = in_use & (first[None, :] + piece > cache_lengths[:, None] - plan.left)
+    exists = (page >= 0) & (page < num_pages) & (first[None, :] < cache_lengths[:, None])
+    bit = 1 << jnp.arange(plan.pieces, dtype=jnp.int32)
+    bits = jnp.sum(jnp.where(exists.reshape(batch, -1, plan.pieces), bit[None, None, :], 0), axis=2, dtype=jnp.int32)
+    return jnp.where(exists, page, 0), bits, ~jnp.any(in_use & ~exists, axis=1)

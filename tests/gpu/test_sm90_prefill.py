@@ -6,19 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from dispatch_core import TileConfig, Window, fitting_tile
+from dispatch_core import Paging, TileConfig, Window, fitting_tile
 from dispatch_core.calls import AttentionCall
 from jax_ops.devices import device_from_jax
 from jax_ops.tools.workloads import WORKLOADS
-from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill
+from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill, paged_prefill
 from tests.inputs import poisoned, random_case
-from tests.pallas_kernels.sm80.test_prefill import facts
-from tests.pallas_kernels.sm90.test_prefill import CASES
+from tests.pallas_kernels.sm90.test_prefill import CASES, call_and_arrays
 from tests.tolerance import assert_same_bits, check_case
 
 pytestmark = pytest.mark.gpu
 
-PREFILLS = [w for w in WORKLOADS if w.op in ("prefill", "prefill_packed") and w.dtype in ("bfloat16", "float16")]
+PREFILLS = [w for w in WORKLOADS if "prefill" in w.op and w.dtype in ("bfloat16", "float16")]
 LIMIT = {"bfloat16": 3.5e-3, "float16": 5e-4}
 
 
@@ -29,8 +28,7 @@ def _hopper():
 
 
 def run_case(case, tile):
-    call, arrays = facts(case, device_from_jax(jax.devices()[0]))
-    launch = dense_prefill if case.op == "gqa_prefill" else packed_prefill
+    launch, call, arrays = call_and_arrays(case, device_from_jax(jax.devices()[0]))
     return [np.asarray(x) for x in jax.jit(lambda arrays: launch(call, tile, **arrays))(arrays)]
 
 
@@ -40,21 +38,29 @@ def test_equals_the_oracle_and_ignores_poison(name):
     case = random_case(op, 0, features, **{"dtype": "bfloat16"} | pinned)
     results = run_case(case, tile)
     check_case(case, *results)
-    for result, twin in zip(results, run_case(poisoned(case), tile), strict=True):
+    for result, twin in zip(results[:2], run_case(poisoned(case), tile)[:2], strict=True):
         assert_same_bits(result, twin)
+
+
+LAUNCHES = {"prefill": dense_prefill, "prefill_packed": packed_prefill, "prefill_paged": paged_prefill}
+ABSENT = {
+    "prefill": ("q_lengths", "kv_lengths", "sinks"),
+    "prefill_packed": ("sinks",),
+    "prefill_paged": ("inv_freq", "sinks"),
+}
 
 
 def launch_of(work):
     """A workload's call by this kernel, with the policy's tile."""
-    is_packed = work.op == "prefill_packed"
+    paging = Paging(work.page_size, -(-work.kv_len // work.page_size)) if work.page_size else None
     call = AttentionCall(
         device_from_jax(jax.devices()[0]), work.dtype, work.batch, work.q_heads, work.kv_heads, work.head_dim, work.q_len,
-        work.kv_len, is_causal=work.is_causal, window=work.window and Window(*work.window), is_uniform=not is_packed,
+        work.kv_len, is_causal=work.is_causal, window=work.window and Window(*work.window), paging=paging,
+        is_uniform=work.op == "prefill",
     )  # fmt: skip
     tile = fitting_tile(call, "sm90_prefill")
     assert isinstance(tile, TileConfig)
-    absent = {"sinks": None} | ({} if is_packed else {"q_lengths": None, "kv_lengths": None})
-    return lambda arrays: (packed_prefill if is_packed else dense_prefill)(call, tile, **arrays, **absent)[0]
+    return lambda arrays: LAUNCHES[work.op](call, tile, **arrays, **dict.fromkeys(ABSENT[work.op]))[0]
 
 
 @pytest.mark.parametrize("work", PREFILLS, ids=lambda w: w.name)

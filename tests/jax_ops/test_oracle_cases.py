@@ -89,7 +89,7 @@ def test_each_feature_alone(case):
 
 
 LIKE_ANOTHER = re.compile(
-    r"\d+x\d+_full|head_dim_(80|88|192)|heads_(10_2|12_2|24_2)|window_(49_-1|64_0|None_0|-1_-1)|rotary_(64|128)_.*"
+    r"\d+x\d+_full|head_dim_(80|88|112|160|192|224)|heads_(9_3|10_2|12_2|14_2|24_2)|window_(49_-1|64_0|None_0|-1_-1)|rotary_(64|128)_.*"
 )
 UNLIKE_ANY = ("8x3_full", "17x5_full", "113x203_full")
 

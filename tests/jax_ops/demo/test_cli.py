@@ -10,6 +10,8 @@ import pytest
 from jax_ops.demo import cli
 from jax_ops.demo.terminal import Progress, Transcript, full_lines
 
+pytestmark = pytest.mark.newest_jax
+
 
 class Terminal(io.StringIO):
     def isatty(self):

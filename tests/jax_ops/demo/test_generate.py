@@ -8,6 +8,8 @@ from jax_ops.demo.generate import PACKED_MULTIPLE, Generation
 from tests.jax_ops.demo import llama
 from tests.jax_ops.demo.llama import TINY
 
+pytestmark = pytest.mark.newest_jax
+
 PROMPTS = ([7, 3, 41, 0, 12, 12, 5], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
 
 

@@ -69,6 +69,7 @@ def check(case: Case, **how: Any) -> None:
 TILES = (TileConfig(16, 16, num_splits=2), TileConfig(32, 16, num_splits=1), TileConfig(16, 32, num_splits=5))
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("op, index", [(op, i) for op in OPS for i in range(len(covering_sets(op)))])
 def test_every_two_features_together(op: str, index: int) -> None:
     features = tuple(sorted(covering_sets(op)[index]))
@@ -91,6 +92,7 @@ EDGES = {
 }  # fmt: skip
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize("op, name", [(op, name) for op in OPS for name in EDGES[op]])
 def test_edge_case(op: str, name: str) -> None:
     check(edge_cases(op)[name])

@@ -67,6 +67,7 @@ def check(case: Case, **how: Any) -> None:
             assert_same_bits(result, twin)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize(("op", "index"), [(op, i) for op in OPS for i in range(len(covering_sets(op)))])
 def test_every_two_features_together(op: str, index: int) -> None:
     features = tuple(sorted(covering_sets(op)[index]))
@@ -92,6 +93,7 @@ EDGES = {
 }  # fmt: skip
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in EDGES[op]])
 def test_edge_case(op: str, name: str) -> None:
     check(edge_cases(op)[name], tile=TILES[1])

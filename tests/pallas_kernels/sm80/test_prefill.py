@@ -83,6 +83,7 @@ def test_random_shapes_pair_nearly_every_feature_with_every_other(op: str) -> No
     assert len(met) > 0.85 * len(list(itertools.combinations(FEATURES[op], 2)))
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("op, index", [(op, index) for op in OPS for index in range(SHAPES)])
 def test_random_shapes(op: str, index: int) -> None:
     dtype = ("bfloat16", "float16", "float32")[index % 3]
@@ -111,6 +112,7 @@ EDGES = {
 named_cases = functools.cache(edge_cases)
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize("op, name", [(op, name) for op in OPS for name in EDGES[op]])
 def test_edge_cases(op: str, name: str) -> None:
     check(named_cases(op)[name], tile=TILES[1])

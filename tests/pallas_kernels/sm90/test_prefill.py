@@ -1,8 +1,9 @@
-"""Dense and packed prefill in Mosaic's GPU interpreter, with race detection, against the oracle.
+"""Dense, packed and paged prefill in Mosaic's GPU interpreter, with race detection, against the oracle.
 
 The interpreter runs the kernel's barriers, copies and warpgroups; a case takes seconds, so few of them meet many features.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from dispatch_core import DEVICES, TileConfig
-from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill
+from dispatch_core import DEVICES, AttentionCall, Device, TileConfig
+from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill, paged_prefill
 from tests.inputs import Case, poisoned, random_case
-from tests.pallas_kernels.sm80.test_prefill import facts
+from tests.pallas_kernels.sm80 import test_paged_prefill as paged
+from tests.pallas_kernels.sm80 import test_prefill as plain
 from tests.tolerance import assert_same_bits, check_case
 
 # Poison in keys that no row sees: their scores are masked after the product.
@@ -29,20 +31,26 @@ def _fresh_interpreter():
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
-def run(case: Case, tile: TileConfig, programs: int) -> tuple[np.ndarray, np.ndarray]:
+def call_and_arrays(case: Case, device: Device) -> tuple[Callable[..., Any], AttentionCall, dict[str, Any]]:
+    """The launch function of a case's op, and what it takes."""
+    if case.op == "gqa_prefill_paged":
+        return paged_prefill, *paged.facts(case, device)
+    return dense_prefill if case.op == "gqa_prefill" else packed_prefill, *plain.facts(case, device)
+
+
+def run(case: Case, tile: TileConfig, programs: int) -> tuple[np.ndarray, ...]:
     """A case on as many multiprocessors as programs; no two warpgroups may touch one place at once."""
-    call, arrays = facts(case, replace(DEVICES["H200"], sm_count=programs))
-    o, lse = (dense_prefill if case.op == "gqa_prefill" else packed_prefill)(call, tile, interpret=True, **arrays)
-    o, lse = np.asarray(o), np.asarray(lse)
+    launch, call, arrays = call_and_arrays(case, replace(DEVICES["H200"], sm_count=programs))
+    results = tuple(np.asarray(x) for x in launch(call, tile, interpret=True, **arrays))
     assert not interpret_pallas_call.get_races().races_found
-    return o, lse
+    return results
 
 
 def check(case: Case, tile: TileConfig = TWO, programs: int = 3) -> None:
     """A case meets the oracle, and gives the same bits whatever lies where nothing may read."""
     results = run(case, tile, programs)
     check_case(case, *results)
-    for result, twin in zip(results, run(poisoned(case), tile, programs), strict=True):
+    for result, twin in zip(results[:2], run(poisoned(case), tile, programs)[:2], strict=True):
         assert_same_bits(result, twin)
 
 
@@ -66,11 +74,27 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], TileConfig, int]] =
     "lengths": ("gqa_prefill", ("q_lengths", "kv_lengths", "softcap"), shape((90, 5, 0), (150, 0, 9), group=8), TWO, 2),
     "window": ("gqa_prefill", ("window_both",), shape((130,), (300,), head_dim=96), TWO, 3),
     "packed": ("gqa_prefill_packed", ("sinks",), shape((5, 0, 77, 130), (5, 3, 201, 130), group=2), TWO, 3),
+    "pages_of_16": ("gqa_prefill_paged", (), shape((70, 5, 0), (150, 0, 40), group=2, page_size=16), TWO, 2),
+    "pages_of_64": ("gqa_prefill_paged", ("sinks", "tail"), shape((9, 90), (64, 131), group=3, page_size=64), TWO, 2),
+    "pages_of_256": (
+        "gqa_prefill_paged",
+        ("rope", "softcap", "inactive"),
+        shape((40, 3), (300, 257), group=4, page_size=256, dtype="float16"),
+        TWO,
+        2,
+    ),
+    "pages_missing": (
+        "gqa_prefill_paged",
+        ("holes", "overflow", "window_left"),
+        shape((30, 20, 33), (100, 200, 60), page_size=32),
+        TWO,
+        2,
+    ),
     "packed_window": ("gqa_prefill_packed", ("window_left", "softcap", "tail"), shape((70, 9), (70, 140), group=16), TWO, 4),
 }
 
 
-ON_BOTH_JAXES = ("ring_wraps_over_items", "lengths", "packed")
+ON_BOTH_JAXES = ("ring_wraps_over_items", "lengths", "packed", "pages_of_16")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ON_BOTH_JAXES else pytest.mark.newest_jax) for n in CASES])

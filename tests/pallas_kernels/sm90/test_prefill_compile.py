@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dispatch_core import AttentionCall, TileConfig, Window
+from dispatch_core import AttentionCall, Paging, TileConfig, Window
 from dispatch_core.tiling import POLICIES, fitting_tile, shape_of
-from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill
+from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill, paged_prefill
 from tests import aot
+
+pytestmark = pytest.mark.oldest_jax
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -22,6 +24,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window": Window(1023)},
     "lengths": {"lengths": True, "return_lse": True},
     "packed": {"packed": True, "return_lse": True},
+    "page_64": {"packed": True, "page": 64},
+    "page_16_window": {"packed": True, "page": 16, "window": Window(1023)},
 }
 # Bytes stored plus loaded over a whole kernel, all of them outside the loops over the keys.
 SPILLED_BYTES = 320
@@ -30,10 +34,12 @@ SPILLED_BYTES = 320
 def call_of(target: aot.Target, setting: dict[str, Any]) -> AttentionCall:
     facts = {"dtype": "bfloat16", "dims": (128, 128), "group": 4, "is_causal": True} | setting
     is_ragged = facts.pop("packed", False) | facts.pop("lengths", False)
+    page = facts.pop("page", None)
     (head_dim, v_dim), group, dtype = (facts.pop(name) for name in ("dims", "group", "dtype"))
     return AttentionCall(
-        target.device, dtype, 2, 8 * group, 8, head_dim, 4096, 4096, head_dim_v=v_dim, is_uniform=not is_ragged, **facts
-    )
+        target.device, dtype, 2, 8 * group, 8, head_dim, 4096, 4096, head_dim_v=v_dim, is_uniform=not is_ragged,
+        paging=page and Paging(page, 4096 // page), **facts,
+    )  # fmt: skip
 
 
 def tile_of(call: AttentionCall) -> TileConfig:
@@ -52,15 +58,26 @@ def case(target: aot.Target, setting: dict[str, Any]) -> aot.Case:
         "k": array(*lead, 8, call.head_dim),
         "v": array(*lead, 8, call.v_dim),
     }
-    names = ("cu_seqlens_q", "cu_seqlens_kv") if is_packed else ("q_lengths", "kv_lengths")
-    if is_packed or "lengths" in setting:
-        arrays |= dict.fromkeys(names, array(2 + is_packed, dtype="int32"))
-    absent = dict.fromkeys(set(names) - set(arrays))
+    absent: dict[str, None] = {}
+    if call.paging is not None:
+        arrays |= dict.fromkeys(
+            ("k_pages", "v_pages"), array(8192 // call.paging.page_size, call.paging.page_size, 8, call.head_dim)
+        )
+        arrays |= {"page_table": array(2, call.paging.max_pages, dtype="int32"), "cu_seqlens_q": array(3, dtype="int32")}
+        arrays |= {"cache_lengths": array(2, dtype="int32")}
+        absent["inv_freq"] = None
+    elif is_packed:
+        arrays |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), array(3, dtype="int32"))
+    elif "lengths" in setting:
+        arrays |= dict.fromkeys(("q_lengths", "kv_lengths"), array(2, dtype="int32"))
+    else:
+        absent |= dict.fromkeys(("q_lengths", "kv_lengths"))
     if call.has_sinks:
         arrays["sinks"] = array(call.q_heads, dtype="float32")
     else:
         absent["sinks"] = None
-    launch = functools.partial(packed_prefill if is_packed else dense_prefill, call, tile_of(call), **absent)
+    launch = paged_prefill if call.paging else packed_prefill if is_packed else dense_prefill
+    launch = functools.partial(launch, call, tile_of(call), **absent)
     return aot.Case(lambda given: launch(**given), (arrays,))
 
 
@@ -69,7 +86,8 @@ def every_case(target: aot.Target) -> dict[str, aot.Case]:
 
 
 def kernel_of(name: str) -> aot.Kernel:
-    [kernel] = aot.compile_cases("h200", f"{__name__}:every_case")[name].ok().kernels
+    kernels = aot.compile_cases("h200", f"{__name__}:every_case")[name].ok().kernels
+    [kernel] = [k for k in kernels if "append" not in k.name]
     return kernel
 
 
