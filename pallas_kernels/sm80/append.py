@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.sm80.blocks import Chunk, div_mod, existing, head_chunks, iota
-from pallas_kernels.sm80.decode import _in_pairs, _out_of_pairs
+from pallas_kernels.sm80.words import in_pairs, out_of_pairs
 from pallas_kernels.xla.paged import quantised
 from pallas_kernels.xla.rope import rotated
 from pallas_kernels.xla.spans import Segments, segments
@@ -90,7 +90,7 @@ def write(
     rows = [k.reshape(len(k), -1), v.reshape(len(v), -1)]
     is_paired = k.dtype == FLOAT8 and rows[0].shape[1] % 2 == rows[1].shape[1] % 2 == 0
     if is_paired:
-        pools, rows = [[_in_pairs(x) for x in group] for group in (pools, rows)]
+        pools, rows = [[in_pairs(x) for x in group] for group in (pools, rows)]
     elif k.dtype == FLOAT8:
         pools, rows = [[lax.bitcast_convert_type(x, jnp.uint8) for x in group] for group in (pools, rows)]
     widest = max(pl.next_power_of_2(x.shape[1]) for x in rows)
@@ -105,7 +105,7 @@ def write(
         name="gqa_append",
     )(*rows, *pools, page_table, lengths, cu_seqlens)
     if is_paired:
-        pools = [_out_of_pairs(x) for x in pools]
+        pools = [out_of_pairs(x) for x in pools]
     elif k.dtype == FLOAT8:
         pools = [lax.bitcast_convert_type(x, FLOAT8) for x in pools]
     return pools[0].reshape(k_pages.shape), pools[1].reshape(v_pages.shape)

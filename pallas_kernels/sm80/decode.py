@@ -41,8 +41,8 @@ from dispatch_core.splitting import tiles_of_split
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import softmax
 from pallas_kernels.common.decode_plan import LaunchPlan, Problem, launch_plan
-from pallas_kernels.common.fp8 import decode_e4m3_bits
 from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, head_chunks
+from pallas_kernels.sm80.words import in_pairs, operands, out_of_pairs, power_of_two
 
 __all__ = ["Inputs", "LaunchPlan", "attend", "decode", "launch_plan"]
 
@@ -154,26 +154,6 @@ def _dots(blocks: tuple[Array, ...], others: tuple[Array, ...]) -> Array:
     return functools.reduce(jnp.add, (_dot(x, y, 1) for x, y in zip(blocks, others, strict=True)))
 
 
-def _operands(words: Array, dtype: Any, arch: int) -> tuple[Array, ...]:
-    """Words of the cache as operands of a product: one block of columns for each element of a word."""
-    if words.dtype == jnp.uint16:
-        parts = (words & 0xFF).astype(jnp.uint8), lax.shift_right_logical(words, jnp.uint16(8)).astype(jnp.uint8)
-    elif words.dtype == FLOAT8:
-        parts = (lax.bitcast_convert_type(words, jnp.uint8),)
-    else:
-        return (words,)
-    if arch < 89:
-        return tuple(decode_e4m3_bits(x).astype(dtype) for x in parts)
-    return tuple(lax.bitcast_convert_type(x, FLOAT8).astype(jnp.float16).astype(dtype) for x in parts)
-
-
-def _power_of_two(magnitude: Array) -> tuple[Array, Array]:
-    """The power of two at or under each float32 magnitude, and its inverse: both normal numbers."""
-    exponent = jnp.clip(lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7F800000, 1 << 23, 253 << 23)
-    inverse = lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
-    return lax.bitcast_convert_type(exponent, jnp.float32), inverse
-
-
 def _cache_query(refs: Inputs, p: Problem, w: _Where, q: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
     """The blocks of q that meet the cache's keys, and the factor on their products.
 
@@ -184,7 +164,7 @@ def _cache_query(refs: Inputs, p: Problem, w: _Where, q: tuple[Array, ...]) -> t
         return q, factor
     whole = (_load(refs.q, (w.b, w.token, w.q_head), w.exists, c) for c in _columns_of(p.call.head_dim, 1))
     largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1) for x in whole))
-    power, inverse = _power_of_two(largest)
+    power, inverse = power_of_two(largest)
     scaled = tuple((x.astype(jnp.float32) * _down(inverse, x.shape)).astype(jnp.float16) for x in q)
     return scaled, _down(power * factor, (p.tile.block_q, p.tile.block_kv))
 
@@ -246,7 +226,7 @@ def _split_kernel(refs: Inputs, *outs: Any, p: Problem) -> None:
             tuple(
                 operand
                 for chunk in head_chunks(dim // p.pack)
-                for operand in _operands(_load(ref, place, exists, _Columns(chunk)), q_cache[0].dtype, call.arch)
+                for operand in operands(_load(ref, place, exists, _Columns(chunk)), q_cache[0].dtype, call.arch)
             )
             for ref, dim in ((refs.k, call.head_dim), (refs.v, call.v_dim))
         )
@@ -356,16 +336,6 @@ def _merge_kernel(o_parts: Any, lse_parts: Any, sinks: Any, *outs: Any, p: Probl
         outs[1][b, token, q_head] = lse
 
 
-def _in_pairs(x: Array) -> Array:
-    """FP8 elements as 16-bit words of two, the even one in the low byte; a view."""
-    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint16)
-
-
-def _out_of_pairs(x: Array) -> Array:
-    """The inverse of `_in_pairs`."""
-    return lax.bitcast_convert_type(x, FLOAT8).reshape(*x.shape[:-1], -1)
-
-
 def attend(call: AttentionCall, tile: TileConfig, inputs: Inputs, *, interpret: bool) -> tuple[Array | None, ...]:
     """Launches the attention, and the merge where there are splits.
 
@@ -383,7 +353,7 @@ def attend(call: AttentionCall, tile: TileConfig, inputs: Inputs, *, interpret: 
     num_pages, page_size = inputs.k.shape[:2]
     if inputs.k.dtype == FLOAT8 and call.head_dim % 2 == call.v_dim % 2 == 0:
         words = (inputs.k, inputs.v, inputs.k_stored, inputs.v_stored)
-        k, v, k_stored, v_stored = (None if x is None else _in_pairs(x) for x in words)
+        k, v, k_stored, v_stored = (None if x is None else in_pairs(x) for x in words)
         inputs = inputs._replace(k=k, v=v, k_stored=k_stored, v_stored=v_stored)
     pack = 2 if inputs.k.dtype == jnp.uint16 else 1
     p = Problem(call, tile, batch, tokens, kv_heads, q_heads // kv_heads, page_size, num_pages, pack)
@@ -413,7 +383,7 @@ def attend(call: AttentionCall, tile: TileConfig, inputs: Inputs, *, interpret: 
             interpret=interpret,
             name="gqa_decode_merge",
         )(*outs, inputs.sinks)
-    pools = [x if p.pack == 1 else _out_of_pairs(x) for x in pools]
+    pools = [x if p.pack == 1 else out_of_pairs(x) for x in pools]
     return outs[0], outs[1] if call.return_lse else None, *pools
 
 

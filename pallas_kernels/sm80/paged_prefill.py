@@ -36,9 +36,9 @@ from pallas_kernels.common import softmax
 from pallas_kernels.common.prefill_plan import tile_owners
 from pallas_kernels.sm80.append import rotated_and_appended
 from pallas_kernels.sm80.blocks import MIN_DOT, Chunk, div_mod, existing, head_chunks, iota, load_rows, place
-from pallas_kernels.sm80.decode import _in_pairs, _operands, _power_of_two
 from pallas_kernels.sm80.key_loop import Queries, Rows, Span, State, attended, key_range, nothing_seen, positively_scaled
 from pallas_kernels.sm80.plan import FLOAT32_INNER, Plan, packed_plan
+from pallas_kernels.sm80.words import in_pairs, operands, power_of_two
 
 Array = jax.Array
 MOST_SCALAR_PAGES = 8  # page ids that a tile reads as scalars
@@ -203,7 +203,7 @@ class _Pages:
             return plt.load(ref.at[pages, *where], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
         arch = self.p.plan.call.device.arch
-        return [operand for chunk in words for operand in _operands(loaded(chunk), self.dtype, arch)]
+        return [operand for chunk in words for operand in operands(loaded(chunk), self.dtype, arch)]
 
 
 def _cache_queries(refs: dict[str, Any], p: _Cache, request: _Request, kv_head: Array, q: list[Array]) -> Queries:
@@ -218,7 +218,7 @@ def _cache_queries(refs: dict[str, Any], p: _Cache, request: _Request, kv_head: 
     if call.cache_dtype != FLOAT8 or call.dtype != "bfloat16":
         return positively_scaled(q, factor)
     wide = [part.astype(jnp.float32) for part in q]
-    power, inverse = _power_of_two(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=1) for part in wide)))
+    power, inverse = power_of_two(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=1) for part in wide)))
     queries = positively_scaled([(part * inverse[:, None]).astype(jnp.float16) for part in wide], factor)
     return queries._replace(factor=power * queries.factor)
 
@@ -335,7 +335,7 @@ def paged_prefill(
     plan = packed_plan(call, tile, len(q), len(k), interpret)
     plan = replace(plan, lanes_per_pass=plan.lanes)
     is_paired = k_pages.dtype == FLOAT8 and call.head_dim % 2 == call.v_dim % 2 == 0
-    pools = (_in_pairs(k_pages), _in_pairs(v_pages)) if is_paired else (k_pages, v_pages)
+    pools = (in_pairs(k_pages), in_pairs(v_pages)) if is_paired else (k_pages, v_pages)
     if is_paired:
         k, v = _evens_first(k), _evens_first(v)
     arrays = {"q": q, "k": k, "v": v, "k_pages": pools[0], "v_pages": pools[1], "page_table": page_table}

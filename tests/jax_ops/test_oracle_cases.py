@@ -82,6 +82,7 @@ def _feature_cases(are_alone: bool) -> list:
     return [pytest.param(case, id=f"{op}-{name}") for op, name, case in named]
 
 
+@pytest.mark.newest_jax
 @pytest.mark.usefixtures("_quickly_compiled")
 @pytest.mark.parametrize("case", _feature_cases(are_alone=True))
 def test_each_feature_alone(case):

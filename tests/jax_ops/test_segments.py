@@ -9,6 +9,8 @@ import pytest
 
 from jax_ops import gqa_prefill_packed, segment_ids_to_cu_seqlens
 
+pytestmark = pytest.mark.newest_jax
+
 
 def _ids(lengths, total, first=1):
     ids = np.repeat(np.arange(first, first + len(lengths)), lengths)

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], TileConfig, int]] =
     "group_4_full": ("gqa_prefill", ("full",), shape((70,), (200,), group=4, dtype="float16"), TWO, 1),
     "three_warpgroups": ("gqa_prefill", (), shape((200,), (200,), group=3), THREE, 1),
     "more_rows_than_keys": ("gqa_prefill", ("sinks",), shape((190,), (70,), head_dim=32), TWO, 2),
+    "wide_heads": ("gqa_prefill", (), shape((150,), (180,), head_dim=256), TWO, 1),
     "lengths": ("gqa_prefill", ("q_lengths", "kv_lengths", "softcap"), shape((90, 5, 0), (150, 0, 9), group=8), TWO, 2),
     "window": ("gqa_prefill", ("window_both",), shape((130,), (300,), head_dim=96), TWO, 3),
     "packed": ("gqa_prefill_packed", ("sinks",), shape((5, 0, 77, 130), (5, 3, 201, 130), group=2), TWO, 3),
