@@ -7,12 +7,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from dispatch_core import DEVICES, AttentionCall, Device, TileConfig
-from pallas_kernels.sm90.prefill import dense_prefill, packed_prefill, paged_prefill
+from dispatch_core import DEVICES, AttentionCall, Device, Paging, TileConfig, Window
+from pallas_kernels.common.prefill_plan import packed_requests
+from pallas_kernels.sm90.prefill import (
+    OCTET,
+    Plan,
+    Request,
+    _runs,
+    dense_prefill,
+    packed_plan,
+    packed_prefill,
+    packed_tiles,
+    paged_prefill,
+)
 from tests.inputs import Case, poisoned, random_case
 from tests.pallas_kernels.sm80 import test_paged_prefill as paged
 from tests.pallas_kernels.sm80 import test_prefill as plain
@@ -123,3 +136,81 @@ def test_every_run_gives_the_same_bits() -> None:
     for _ in range(3):
         for again, once in zip(run(case, TWO, 2), first, strict=True):
             assert_same_bits(again, once)
+
+
+# ---- which tiles an item visits, without the interpreter
+
+
+LENGTHS = ((1, 1), (70, 70), (5, 300), (300, 5), (130, 0), (0, 9), (64, 128))
+BOUNDS = ((None, None), (None, 0), (0, 0), (5, 0), (100, 30), (0, None), (None, 90))
+
+
+def runs_of(plan: Plan) -> Callable[..., list[tuple[Any, ...]]]:
+    """The runs of a request as a function of its lengths, without the fields that are no arrays."""
+
+    @jax.jit
+    def runs(token: Any, q_len: Any, kv_begin: Any, kv_end: Any, cached: Any) -> list[tuple[Any, ...]]:
+        zero = jnp.int32(0)
+        request = Request(zero, zero, token, q_len, zero, kv_begin, kv_end, cached, zero + 1, zero, zero, zero)
+        return [tuple(x for x in run if isinstance(x, jax.Array)) for run in _runs(plan, request)]
+
+    return runs
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("left, right", BOUNDS)
+def test_runs_hold_every_visible_key_and_leave_unmasked_what_all_rows_see(
+    left: int | None, right: int | None, page_size: int
+) -> None:
+    call = AttentionCall(
+        DEVICES["H200"], "float16", 2, 2, 1, 64, 512, 512, window=Window(left, right), is_uniform=False,
+        paging=Paging(page_size, 32) if page_size else None,
+    )  # fmt: skip
+    plan = packed_plan(call, TWO, 512, 512, True, page_size)
+    runs, block = runs_of(plan), TWO.block_kv
+    for q_len, kv_len in LENGTHS:
+        for token in range(-5 if q_len else 0, max(q_len, 1), plan.tokens):
+            for kv_begin, cached in ((0, 0), (3, 77), (7, 128)):
+                found = runs(*(jnp.int32(x) for x in (token, q_len, kv_begin, kv_begin + kv_len, cached)))
+                assert len(found) == (2 if page_size else 1)
+                rows = np.arange(max(token, 0), min(token + plan.tokens, q_len))
+                for is_cached, values in zip((False, True), found, strict=False):
+                    *_, first, stop, full_from, full_to = (int(x) for x in values)
+                    begin, end = (0, cached) if is_cached else (kv_begin, kv_begin + kv_len)
+                    position = rows[:, None] + (cached if is_cached else kv_begin + kv_len - q_len)
+                    key = np.arange(512)[None, :]
+                    visible = (key >= begin) & (key < end) & (rows[:, None] >= 0)
+                    if left is not None:
+                        visible &= key >= position - left
+                    if right is not None and not is_cached:
+                        visible &= key <= position + right
+                    assert 0 <= first <= full_from <= full_to <= stop
+                    assert not visible[:, : first * block].any() and not visible[:, stop * block :].any()
+                    assert visible[:, full_from * block : full_to * block].all()
+                    seen = visible.any(0).nonzero()[0]
+                    needed = 0 if not len(seen) else seen[-1] // block - seen[0] // block + 1
+                    assert stop - first <= needed + 1
+                    if not is_cached:
+                        assert stop - first >= 1 and full_to < stop
+
+
+def test_packed_tiles_cover_every_row_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = rng.integers(0, 200, 5) * rng.integers(0, 2, 5)
+        start, tail = (int(x) for x in rng.integers(0, 20, 2))
+        cu = jnp.asarray(start + np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
+        total = int(cu[-1]) + tail
+        if total == 0:
+            continue
+        call = AttentionCall(DEVICES["H200"], "float16", 5, 2, 1, 64, 200, 200, is_causal=True, is_uniform=False)
+        plan = packed_plan(call, TWO, total, total, True)
+        _, octet, token, q_len, kv_octet, kv_begin, kv_end, *_ = np.asarray(packed_tiles(plan, packed_requests(cu, cu, total)))
+        written = np.zeros(total, int)
+        for tile in range(plan.tiles):
+            for i in range(plan.tokens):
+                if 0 <= token[tile] + i < q_len[tile]:
+                    written[octet[tile] * OCTET + i] += 1
+        assert (written == 1).all()
+        live = q_len > 0
+        assert (kv_begin[live] < OCTET).all() and (kv_begin <= kv_end).all() and (kv_octet >= 0).all()
