@@ -624,8 +624,15 @@ def _body(refs: dict[str, Any], out: dict[str, Any], plan: Plan, **memory: Any) 
         _consume(refs, out, ring, plan, turns)
 
 
-def _launch(plan: Plan, given: dict[str, Array], o_shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> dict[str, Array]:
+def _in_octets(x: Array) -> Array:
+    """Rows up to a multiple of 8, which copies into swizzled memory ask of an array (of 8 rows or more)."""
+    missing = -x.shape[-3] % OCTET
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 3), (0, missing), (0, 0), (0, 0)]) if missing else x
+
+
+def _launch(plan: Plan, given: dict[str, Array], lse_shape: tuple[int, ...]) -> dict[str, Array]:
     call, tile, consumers = plan.call, plan.tile, plan.consumers
+    given = given | {name: _in_octets(given[name]) for name in ("q", "k", "v")}
     dtype, stages = given["q"].dtype, tile.num_stages
 
     def tiled(*shape: int) -> Any:
@@ -649,7 +656,7 @@ def _launch(plan: Plan, given: dict[str, Array], o_shape: tuple[int, ...], lse_s
         "v_raw": plgpu.Barrier(num_arrivals=plan.pieces) if plan.has_lengths else None,
         "turn": plgpu.Barrier(num_barriers=consumers) if plan.takes_turns else None,
     }
-    out_type = {"o": jax.ShapeDtypeStruct(o_shape, dtype)}
+    out_type = {"o": jax.ShapeDtypeStruct((*given["q"].shape[:-1], call.v_dim), dtype)}
     if call.return_lse:
         out_type["lse"] = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     names, outs = tuple(given), tuple(out_type)
@@ -669,7 +676,8 @@ def _launch(plan: Plan, given: dict[str, Array], o_shape: tuple[int, ...], lse_s
         interpret=plgpu.InterpretGPUParams(detect_races=True) if plan.interpret else None,
         kernel_name="gqa_prefill",
     )(*given.values())
-    return dict(zip(outs, results))
+    made = dict(zip(outs, results))
+    return made | {"o": made["o"][..., : plan.q_rows, :, :]}
 
 
 def dense_prefill(
@@ -693,7 +701,7 @@ def dense_prefill(
     given = {"q": q, "k": k, "v": v, "q_lengths": q_lengths, "kv_lengths": kv_lengths, "sinks": sinks}
     given = {name: x for name, x in given.items() if x is not None}
     plan = dense_plan(call, tile, q.shape[1], k.shape[1], "q_lengths" in given or "kv_lengths" in given, interpret)
-    made = _launch(plan, given, (*q.shape[:3], v.shape[-1]), (q.shape[0], q.shape[2], plan.tiles * plan.tokens))
+    made = _launch(plan, given, (q.shape[0], q.shape[2], plan.tiles * plan.tokens))
     lse = jnp.swapaxes(made["lse"][:, :, : q.shape[1]], 1, 2) if call.return_lse else None
     return made["o"], lse
 
@@ -725,7 +733,7 @@ def _packed(plan: Plan, arrays: dict[str, Array | None]) -> tuple[Array, Array |
     """The results of a packed launch, whose lse comes in tiles."""
     given = {name: x for name, x in arrays.items() if x is not None}
     q, tiles = given["q"], given["tiles"]
-    made = _launch(plan, given, (*q.shape[:2], plan.call.v_dim), (1, q.shape[1], plan.tiles * plan.tokens))
+    made = _launch(plan, given, (1, q.shape[1], plan.tiles * plan.tokens))
     if not plan.call.return_lse:
         return made["o"], None
     _, octet, token, q_len, *_ = tiles
