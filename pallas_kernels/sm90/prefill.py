@@ -22,6 +22,7 @@ JAX showed that they can be said in Pallas.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dispatch_core.calls import AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import prefill_plan, softmax
-from pallas_kernels.common.prefill_plan import Requests, lanes_per_pass, packed_requests, tile_owners
+from pallas_kernels.common.prefill_plan import Requests, packed_requests, tile_owners
 from pallas_kernels.sm80.append import rotated_and_appended
 
 Array = jax.Array
@@ -90,8 +91,8 @@ class Plan(prefill_plan.Plan):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the consumers take turns to issue their products; from head_dim 192 on these outlast the exponentials."""
-        return self.consumers > 1 and self.call.head_dim <= 128
+        """Whether the consumers take turns to issue their products."""
+        return self.consumers > 1
 
     @property
     def stores_through_q(self) -> bool:
@@ -117,8 +118,7 @@ def dense_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int,
     fold = heads_per_tile(call, tile)
     lanes = call.batch * call.kv_heads
     tiles = pl.cdiv(q_rows, tile.block_q // fold)
-    passing = lanes_per_pass(call, lanes, kv_rows)
-    return Plan(call, tile, fold, tiles, lanes, passing, q_rows, kv_rows, interpret, is_packed=False, has_lengths=has_lengths)
+    return Plan(call, tile, fold, tiles, lanes, lanes, q_rows, kv_rows, interpret, is_packed=False, has_lengths=has_lengths)
 
 
 def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int, interpret: bool, page_size: int = 0) -> Plan:
@@ -127,13 +127,14 @@ def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int
     tokens = tile.block_q // fold
     # Every request, and the rows before the first and after the last one, may begin within an octet and end within a tile.
     tiles = (q_rows + (call.batch + 2) * (tokens - 1 + OCTET - 1)) // tokens
-    passing = lanes_per_pass(call, call.kv_heads, call.batch * call.max_seqlen_kv if page_size else kv_rows)
-    sizes = (q_rows, kv_rows, interpret)
-    return Plan(call, tile, fold, tiles, call.kv_heads, passing, *sizes, is_packed=True, has_lengths=True, page_size=page_size)
+    heads, sizes = call.kv_heads, (q_rows, kv_rows, interpret)
+    return Plan(call, tile, fold, tiles, heads, heads, *sizes, is_packed=True, has_lengths=True, page_size=page_size)
 
 
-def packed_tiles(plan: Plan, requests: Requests, cached: Array | None = None, is_whole: Array | None = None) -> Array:
-    """What `Request` says of every query tile.
+def packed_tiles(
+    plan: Plan, requests: Requests, cached: Array | None = None, is_whole: Array | None = None
+) -> tuple[Array, Array]:
+    """What `Request` says of every query tile: those that see the most keys first, those of no request last.
 
     Args:
       plan: how many tiles there are.
@@ -142,19 +143,31 @@ def packed_tiles(plan: Plan, requests: Requests, cached: Array | None = None, is
       is_whole: bool (batch,), whether all of these pages exist.
 
     Returns:
-      index, row / 8, token, q_len, kv_row / 8, kv_begin, kv_end, cached, is_whole; int32 (9, tiles).
+      index, row / 8, token, q_len, kv_row / 8, kv_begin, kv_end, cached, is_whole; int32 (9, tiles). How many tiles are of
+      a request; int32 (1,).
     """
     q_row, q_len, kv_row, kv_len = requests
     edge, nothing = jnp.zeros((1,), jnp.int32), jnp.zeros_like(q_row)
     cached = nothing if cached is None else jnp.concatenate([edge, cached, edge])
     whole = nothing if is_whole is None else jnp.concatenate([edge, is_whole.astype(jnp.int32), edge])
     before, kv_begin = q_row % OCTET, kv_row % OCTET
-    owner, token, is_idle = tile_owners(plan, jnp.where(q_len > 0, before + q_len, 0), cached + kv_len)
+    owner, start, is_idle = tile_owners(plan, jnp.where(q_len > 0, before + q_len, 0), cached + kv_len)
     index = jnp.clip(owner - 1, 0, plan.call.batch - 1)
-    octet = q_row[owner] // OCTET + token // OCTET
+    octet, token = q_row[owner] // OCTET + start // OCTET, start - before[owner]
     rest = (q_len, kv_row // OCTET, kv_begin, kv_begin + kv_len, cached, whole)
-    live = (octet, token - before[owner], *(x[owner] for x in rest))
-    return jnp.stack([index, *(jnp.where(is_idle, 0, x) for x in live)])
+    live = (octet, token, *(x[owner] for x in rest))
+    table = jnp.stack([index, *(jnp.where(is_idle, 0, x) for x in live)])
+    work = jnp.where(is_idle, -1, _visible_keys(plan, token, q_len[owner], kv_len[owner], cached[owner]))
+    return table[:, jnp.argsort(-work)], jnp.sum(~is_idle, dtype=jnp.int32)[None]
+
+
+def _visible_keys(plan: Plan, token: Array, q_len: Array, kv_len: Array, cached: Array) -> Array:
+    """How many keys lie between the first and the last one that a tile's tokens see."""
+    first = jnp.maximum(token, 0) + kv_len - q_len
+    last = jnp.minimum(token + plan.tokens, q_len) - 1 + kv_len - q_len
+    end = kv_len if plan.right is None else jnp.clip(last + plan.right + 1, 0, kv_len)
+    begin = 0 if plan.left is None else jnp.maximum(cached + first - plan.left, 0)
+    return jnp.maximum(cached + end - begin, 0)
 
 
 class Request(NamedTuple):
@@ -190,11 +203,21 @@ class Request(NamedTuple):
     kv_head: Array
 
 
+def _items(refs: dict[str, Any], plan: Plan) -> Array:
+    """How many items there are, idle ones at the end not counted."""
+    return refs["live_tiles"][0] * (plan.lanes * plan.bundles) if plan.is_packed else jnp.int32(plan.items)
+
+
+def _item(plan: Plan, turn: Array) -> Array:
+    """This program's item of a turn. Turns run through the programs there and back, so that each gets the same work."""
+    program, last = lax.axis_index("program"), plan.programs - 1
+    return turn * plan.programs + jnp.where(lax.rem(turn, jnp.int32(2)) == 0, program, last - program)
+
+
 def _request(refs: dict[str, Any], plan: Plan, item: Array) -> Request:
-    turn, rest = _div_mod(item, plan.tiles * plan.lanes_per_pass * plan.bundles)
-    tile, rest = _div_mod(rest, plan.lanes_per_pass * plan.bundles)
+    tile, rest = _div_mod(item, plan.lanes * plan.bundles)
     lane, bundle = _div_mod(rest, plan.bundles)
-    index, kv_head = _div_mod(turn * plan.lanes_per_pass + lane, plan.call.kv_heads)
+    index, kv_head = _div_mod(lane, plan.call.kv_heads)
     heads = (kv_head * plan.call.group_size + bundle * plan.fold, kv_head)
     if plan.is_packed:
         index, octet, token, q_len, kv_octet, begin, end, cached, is_whole = (refs["tiles"][i, tile] for i in range(9))
@@ -312,20 +335,20 @@ class Ring(NamedTuple):
 
 def _produce(refs: dict[str, Any], ring: Ring, plan: Plan, turns: Array) -> None:
     """Fills the ring, item by item."""
-    program, stages, block_kv = lax.axis_index("program"), plan.tile.num_stages, plan.tile.block_kv
+    stages, block_kv = plan.tile.num_stages, plan.tile.block_kv
     piece = block_kv // plan.pieces
 
-    def rows_of(name: str, request: Request, run: Run, tile: Array, i: int) -> Any:
-        """One of the pieces of a KV tile."""
+    def places_of(request: Request, run: Run, tile: Array) -> Callable[[str, int], Any]:
+        """Where the pieces of a KV tile lie. The page ids are read at once, so that their latencies overlap."""
         if not run.is_cached:
-            rows = pl.ds(request.kv_row + tile * block_kv + i * piece, piece)
-            return refs[name].at[_at(plan, request.index, rows, request.kv_head)]
-        page = refs["page_ids"][request.index, tile * plan.pieces + i]
-        within = lax.rem(tile, jnp.int32(pl.cdiv(plan.page_size, block_kv)))
-        return refs[f"{name}_pages"].at[page, pl.ds(within * block_kv, piece), request.kv_head]
+            first = request.kv_row + tile * block_kv
+            return lambda name, i: refs[name].at[_at(plan, request.index, pl.ds(first + i * piece, piece), request.kv_head)]
+        pages = [refs["page_ids"][request.index, tile * plan.pieces + i] for i in range(plan.pieces)]
+        rows = pl.ds(lax.rem(tile, jnp.int32(pl.cdiv(plan.page_size, block_kv))) * block_kv, piece)
+        return lambda name, i: refs[f"{name}_pages"].at[pages[i], rows, request.kv_head]
 
     def item(turn: Array, filled: Array) -> Array:
-        request = _request(refs, plan, program + turn * plan.programs)
+        request = _request(refs, plan, _item(plan, turn))
         for warpgroup in range(plan.consumers):
             pl.when(turn > 0)(functools.partial(plgpu.barrier_wait, ring.q_free.at[warpgroup]))
             rows = pl.ds(request.row + plan.row_of(warpgroup), ROWS)
@@ -334,11 +357,12 @@ def _produce(refs: dict[str, Any], ring: Ring, plan: Plan, turns: Array) -> None
 
         def load(i: Array, filled: Array, run: Run) -> Array:
             slot, tile = lax.rem(filled, jnp.int32(stages)), run.stop - 1 - i
+            place_of = places_of(request, run, tile)
 
             def copy(name: str, memory: Any, ready: Any) -> None:
                 for i in range(plan.pieces):
-                    place = memory.at[slot] if plan.pieces == 1 else memory.at[slot, pl.ds(i * piece, piece)]
-                    plgpu.copy_gmem_to_smem(rows_of(name, request, run, tile, i), place, ready)
+                    target = memory.at[slot] if plan.pieces == 1 else memory.at[slot, pl.ds(i * piece, piece)]
+                    plgpu.copy_gmem_to_smem(place_of(name, i), target, ready)
 
             pl.when(filled >= stages)(lambda: plgpu.barrier_wait(ring.k_free.at[slot]))
             copy("k", ring.k, ring.k_ready.at[slot])
@@ -422,7 +446,7 @@ class State(NamedTuple):
 
 def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, turns: Array) -> None:
     """Attends the items' rows of this warpgroup."""
-    program, warpgroup = lax.axis_index("program"), lax.axis_index("wg")
+    warpgroup = lax.axis_index("wg")
     call, stages, block_kv, dtype = plan.call, plan.tile.num_stages, plan.tile.block_kv, refs["q"].dtype
     scale = 1.0 if call.softcap is not None else abs(call.softmax_scale) * softmax.LOG2_E or 1.0
     q = ring.q.at[warpgroup]
@@ -461,8 +485,21 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         kept = jnp.exp2((top - base) * rate)
         return p, kept, new_top, total * kept + jnp.sum(p, axis=1)
 
+    def take_turn() -> None:
+        """Waits for the turn to issue products.
+
+        Taken between the exponentials and the wait for the last product, it also keeps ptxas, which moves no instruction
+        over the loop of a wait, from putting the exponentials after that product instead of under it.
+        """
+        if plan.takes_turns:
+            plgpu.barrier_wait(ring.turn.at[warpgroup])
+
+    def pass_turn() -> None:
+        if plan.takes_turns:
+            plgpu.barrier_arrive(ring.turn.at[lax.rem(warpgroup + 1, jnp.int32(plan.consumers))])
+
     def item(turn: Array, used: Array) -> Array:
-        request = _request(refs, plan, program + turn * plan.programs)
+        request = _request(refs, plan, _item(plan, turn))
         runs = _runs(plan, request)
         row = request.token + plan.row_of(warpgroup) + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
 
@@ -483,26 +520,26 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         p, _, top, total = weighed(masked(scored(dots), request, runs[0], runs[0].stop - 1, row), nothing, zero)
         sums = plgpu.layout_cast(jnp.zeros((ROWS, call.v_dim), jnp.float32), WGMMA)
 
+        take_turn()
+
         def visit(i: Array, state: State, run: Run, visited: Array | int, is_edge: bool) -> State:
             """The state after the i-th tile of a run, before which others have been visited."""
             now, before = slot_of(visited + i), slot_of(visited + i - 1)
             # Converted here, the weights move to the registers of the last product's while the sums settle.
             p, sums = _settled(plan, state.p.astype(dtype), state.sums)
             plgpu.barrier_wait(ring.k_ready.at[now])
-            if plan.takes_turns:
-                plgpu.barrier_wait(ring.turn.at[warpgroup])
 
             def products(s_ref: Any, o_ref: Any) -> State:
                 plgpu.wgmma(s_ref, q, ring.k.at[now].transpose((1, 0)))
                 finish = _accumulated(plan, sums, o_ref, p, ring.v.at[before], ring.v_ready.at[before])
-                if plan.takes_turns:
-                    plgpu.barrier_arrive(ring.turn.at[lax.rem(warpgroup + 1, jnp.int32(plan.consumers))])
+                pass_turn()
                 [dots] = _settled(plan, s_ref[...] if plan.interpret else plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
                 plgpu.barrier_arrive(ring.k_free.at[now])
                 scores = scored(dots)
                 if is_edge:
                     scores = masked(scores, request, run, run.stop - 1 - i, row)
                 p_next, kept, top, total = weighed(scores, state.top, state.total)
+                take_turn()
                 done = finish()
                 plgpu.barrier_arrive(ring.v_free.at[before])
                 return State(top, total, done * _by_row(kept, done), p_next)
@@ -522,10 +559,13 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
             plgpu.barrier_arrive(ring.q_free.at[warpgroup])
         last = slot_of(visited - 1)
         p, sums = _settled(plan, state.p.astype(dtype), state.sums)
-        sums = pl.run_scoped(
-            lambda o_ref: _accumulated(plan, sums, o_ref, p, ring.v.at[last], ring.v_ready.at[last])(),
-            plgpu.ACC((ROWS, call.v_dim), jnp.float32),
-        )
+
+        def last_product(o_ref: Any) -> Array:
+            finish = _accumulated(plan, sums, o_ref, p, ring.v.at[last], ring.v_ready.at[last])
+            pass_turn()
+            return finish()
+
+        sums = pl.run_scoped(last_product, plgpu.ACC((ROWS, call.v_dim), jnp.float32))
         plgpu.barrier_arrive(ring.v_free.at[last])
 
         q_head = request.q_head + plan.head_of(warpgroup)
@@ -611,7 +651,9 @@ def _store(out: dict[str, Any], ring: Ring, plan: Plan, request: Request, q_head
 
 def _body(refs: dict[str, Any], out: dict[str, Any], plan: Plan, **memory: Any) -> None:
     ring = Ring(**memory | ({"o": memory["q"]} if plan.stores_through_q else {}))
-    turns = lax.div(jnp.int32(plan.items - 1) - lax.axis_index("program"), jnp.int32(plan.programs)) + 1
+    items = _items(refs, plan)
+    whole = lax.div(items, jnp.int32(plan.programs))
+    turns = whole + (_item(plan, whole) < items).astype(jnp.int32)
 
     @pl.when(lax.axis_index("wg") == plan.consumers)
     def _() -> None:
@@ -725,8 +767,8 @@ def packed_prefill(
       o (Tq, Hq, Dv), and lse (Tq, Hq) float32 or None; rows of no request are 0 and -inf (or the sink).
     """
     plan = packed_plan(call, tile, q.shape[0], k.shape[0], interpret)
-    tiles = packed_tiles(plan, packed_requests(cu_seqlens_q, cu_seqlens_kv, plan.q_rows))
-    return _packed(plan, {"q": q, "k": k, "v": v, "tiles": tiles, "sinks": sinks})
+    tiles, live = packed_tiles(plan, packed_requests(cu_seqlens_q, cu_seqlens_kv, plan.q_rows))
+    return _packed(plan, {"q": q, "k": k, "v": v, "tiles": tiles, "live_tiles": live, "sinks": sinks})
 
 
 def _packed(plan: Plan, arrays: dict[str, Array | None]) -> tuple[Array, Array | None]:
@@ -772,9 +814,9 @@ def paged_prefill(
     )
     plan = packed_plan(call, tile, q.shape[0], k.shape[0], interpret, k_pages.shape[1])
     ids, bits, is_whole = _pages(plan, page_table, cache_lengths, k_pages.shape[0])
-    tiles = packed_tiles(plan, packed_requests(cu_seqlens_q, cu_seqlens_q, plan.q_rows), cache_lengths, is_whole)
+    tiles, live = packed_tiles(plan, packed_requests(cu_seqlens_q, cu_seqlens_q, plan.q_rows), cache_lengths, is_whole)
     arrays = {"q": q, "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "page_ids": ids, "page_bits": bits}
-    o, lse = _packed(plan, arrays | {"tiles": tiles, "sinks": sinks})
+    o, lse = _packed(plan, arrays | {"tiles": tiles, "live_tiles": live, "sinks": sinks})
     return o, lse, k_pages, v_pages
 
 

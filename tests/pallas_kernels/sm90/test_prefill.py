@@ -205,7 +205,8 @@ def test_packed_tiles_cover_every_row_once() -> None:
             continue
         call = AttentionCall(DEVICES["H200"], "float16", 5, 2, 1, 64, 200, 200, is_causal=True, is_uniform=False)
         plan = packed_plan(call, TWO, total, total, True)
-        _, octet, token, q_len, kv_octet, kv_begin, kv_end, *_ = np.asarray(packed_tiles(plan, packed_requests(cu, cu, total)))
+        tiles, live_tiles = (np.asarray(x) for x in packed_tiles(plan, packed_requests(cu, cu, total)))
+        _, octet, token, q_len, kv_octet, kv_begin, kv_end, *_ = tiles
         written = np.zeros(total, int)
         for tile in range(plan.tiles):
             for i in range(plan.tokens):
@@ -213,4 +214,5 @@ def test_packed_tiles_cover_every_row_once() -> None:
                     written[octet[tile] * OCTET + i] += 1
         assert (written == 1).all()
         live = q_len > 0
+        assert live[: live_tiles[0]].all() and not live[live_tiles[0] :].any(), "idle tiles come last"
         assert (kv_begin[live] < OCTET).all() and (kv_begin <= kv_end).all() and (kv_octet >= 0).all()
