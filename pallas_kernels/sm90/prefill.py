@@ -478,19 +478,14 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
 
     def weighed(scores: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """Weights, what the sums are to be multiplied by, and the new top and total."""
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        new_top = jnp.maximum(top, jnp.max(_halved(jnp.maximum, scores), axis=1))
         base = softmax.finite_base(new_top)
         rate = jnp.minimum(scale, STEEPEST / jnp.abs(base))
         p = jnp.exp2(scores * _by_row(rate, scores) - _by_row(base * rate, scores))
         kept = jnp.exp2((top - base) * rate)
-        return p, kept, new_top, total * kept + jnp.sum(p, axis=1)
+        return p, kept, new_top, total * kept + jnp.sum(_halved(jnp.add, p), axis=1)
 
     def take_turn() -> None:
-        """Waits for the turn to issue products.
-
-        Taken between the exponentials and the wait for the last product, it also keeps ptxas, which moves no instruction
-        over the loop of a wait, from putting the exponentials after that product instead of under it.
-        """
         if plan.takes_turns:
             plgpu.barrier_wait(ring.turn.at[warpgroup])
 
@@ -518,35 +513,36 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), WGMMA.reduce(1))
         zero = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
         p, _, top, total = weighed(masked(scored(dots), request, runs[0], runs[0].stop - 1, row), nothing, zero)
+        plgpu.barrier_wait(ring.v_ready.at[slot_of(0)])
         sums = plgpu.layout_cast(jnp.zeros((ROWS, call.v_dim), jnp.float32), WGMMA)
-
-        take_turn()
 
         def visit(i: Array, state: State, run: Run, visited: Array | int, is_edge: bool) -> State:
             """The state after the i-th tile of a run, before which others have been visited."""
             now, before = slot_of(visited + i), slot_of(visited + i - 1)
-            # Converted here, the weights move to the registers of the last product's while the sums settle.
-            p, sums = _settled(plan, state.p.astype(dtype), state.sums)
             plgpu.barrier_wait(ring.k_ready.at[now])
+            take_turn()
 
             def products(s_ref: Any, o_ref: Any) -> State:
                 plgpu.wgmma(s_ref, q, ring.k.at[now].transpose((1, 0)))
-                finish = _accumulated(plan, sums, o_ref, p, ring.v.at[before], ring.v_ready.at[before])
+                finish = _accumulated(plan, state.sums, o_ref, state.p, ring.v.at[before])
                 pass_turn()
                 [dots] = _settled(plan, s_ref[...] if plan.interpret else plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
                 plgpu.barrier_arrive(ring.k_free.at[now])
                 scores = scored(dots)
                 if is_edge:
                     scores = masked(scores, request, run, run.stop - 1 - i, row)
-                p_next, kept, top, total = weighed(scores, state.top, state.total)
-                take_turn()
+                p, kept, top, total = weighed(scores, state.top, state.total)
+                # This wait is also what keeps the exponentials under the product with V: ptxas would put them after the
+                # wait for it, but moves no instruction over the loop in which a barrier is polled.
+                plgpu.barrier_wait(ring.v_ready.at[now])
                 done = finish()
                 plgpu.barrier_arrive(ring.v_free.at[before])
-                return State(top, total, done * _by_row(kept, done), p_next)
+                p, sums = _settled(plan, p.astype(dtype), done * _by_row(kept, done))
+                return State(top, total, sums, p)
 
             return pl.run_scoped(products, plgpu.ACC((ROWS, block_kv), jnp.float32), plgpu.ACC((ROWS, call.v_dim), jnp.float32))
 
-        state, begin, visited = State(top, total, sums, p), jnp.int32(1), jnp.int32(0)
+        state, begin, visited = State(top, total, sums, p.astype(dtype)), jnp.int32(1), jnp.int32(0)
         for run in runs:
             edge, plain = (functools.partial(visit, run=run, visited=visited, is_edge=is_edge) for is_edge in (True, False))
             full_to, full_from = run.stop - run.full_to, run.stop - run.full_from
@@ -558,10 +554,10 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         if not plan.stores_through_q:
             plgpu.barrier_arrive(ring.q_free.at[warpgroup])
         last = slot_of(visited - 1)
-        p, sums = _settled(plan, state.p.astype(dtype), state.sums)
 
         def last_product(o_ref: Any) -> Array:
-            finish = _accumulated(plan, sums, o_ref, p, ring.v.at[last], ring.v_ready.at[last])
+            take_turn()
+            finish = _accumulated(plan, state.sums, o_ref, state.p, ring.v.at[last])
             pass_turn()
             return finish()
 
@@ -597,24 +593,30 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
     plgpu.wait_smem_to_gmem(0)
 
 
+def _halved(combine: Callable[[Array, Array], Array], x: Array) -> Array:
+    """Columns combined in pairs until few are left: a reduction of all would wait for each step before the next."""
+    while x.shape[1] > 16 and x.shape[1] % 16 == 0:
+        half = x.shape[1] // 2
+        x = combine(x[:, :half], x[:, half:])
+    return x
+
+
 def _settled(plan: Plan, *arrays: Array) -> tuple[Array, ...]:
     """The arrays, computed before any product that follows: what is left of them would hold it up."""
     return arrays if plan.interpret else tuple(lax.optimization_barrier(arrays))
 
 
-def _accumulated(plan: Plan, sums: Array, o_ref: Any, p: Array, v: Any, v_ready: Any) -> Any:
+def _accumulated(plan: Plan, sums: Array, o_ref: Any, p: Array, v: Any) -> Any:
     """Begins sums + p v, and returns what awaits it. The interpreter knows neither products of values nor set accumulators."""
     if plan.interpret:
 
         def multiplied() -> Array:
-            plgpu.barrier_wait(v_ready)
             result = sums + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
             plgpu.commit_smem()  # a product reads as TMA writes; this read does not
             return result
 
         return multiplied
     o_ref[...] = sums
-    plgpu.barrier_wait(v_ready)
     plgpu.wgmma(o_ref, p, v)
     return lambda: _settled(plan, o_ref[...])[0]
 
