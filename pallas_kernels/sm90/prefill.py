@@ -28,9 +28,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from dispatch_core.calls import AttentionCall
 from dispatch_core.tiling import TileConfig
@@ -43,9 +47,10 @@ WGMMA = plgpu.Layout.WGMMA
 ROWS = 64  # of a warpgroup's products
 OCTET = 8  # rows of swizzled memory that belong together
 REGISTERS = 65536 // 128  # of a multiprocessor, by the threads of a warpgroup
-# Where top * scale would exceed this, exp2 of a rounded product minus another is no longer near 1 at the maximum itself, and
+# Where top * scale passes 2**29, exp2 of a rounded product minus another is no longer near 1 at the maximum itself, and
 # overflows from 2**31 on. Scores that differ at all still differ by 2**5 or more: their weights are 0 and 1 either way.
-STEEPEST = 2.0**29
+STEEPEST = 127 + 28  # as float32 stores the exponent
+LAG = 8.0  # of a row's base behind its maximum, in powers of two: weights stay below 2**8, and the sums are seldom rescaled
 
 
 @dataclass(frozen=True)
@@ -436,7 +441,14 @@ def _is_paged(plan: Plan, key: Array, pages: Array) -> Array:
 
 
 class State(NamedTuple):
-    """Online softmax of a warpgroup's rows: largest raw scores, sums of weights, weighted sums of v, and weights to come."""
+    """Online softmax of a warpgroup's rows.
+
+    Attributes:
+      top: raw scores that the weights are relative to, at most `LAG` below the largest ones.
+      total: sums of the weights over the columns that are equal modulo 8.
+      sums: weighted sums of v.
+      p: weights of the tile whose values are still to be added.
+    """
 
     top: Array
     total: Array
@@ -476,14 +488,15 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
             seen = seen & _is_paged(plan, column, refs["page_bits"][request.index, tile])
         return jnp.where(seen, scores, -jnp.inf)
 
-    def weighed(scores: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
+    def weighed(scores: Array, top: Array, total: Array, is_edge: bool) -> tuple[Array, Array, Array, Array]:
         """Weights, what the sums are to be multiplied by, and the new top and total."""
-        new_top = jnp.maximum(top, jnp.max(_halved(jnp.maximum, scores), axis=1))
-        base = softmax.finite_base(new_top)
-        rate = jnp.minimum(scale, STEEPEST / jnp.abs(base))
+        seen = jnp.max(_halved(jnp.maximum, scores, 16), axis=1)
+        new_top = jnp.where(seen > top + min(LAG / scale, 2.0**100), seen, top)
+        base = softmax.finite_base(new_top) if is_edge else new_top
+        rate = _gentle(scale, base)
         p = jnp.exp2(scores * _by_row(rate, scores) - _by_row(base * rate, scores))
         kept = jnp.exp2((top - base) * rate)
-        return p, kept, new_top, total * kept + jnp.sum(_halved(jnp.add, p), axis=1)
+        return p, kept, new_top, total * _by_row(kept, total) + _halved(jnp.add, p, OCTET)
 
     def take_turn() -> None:
         if plan.takes_turns:
@@ -511,8 +524,8 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         dots = pl.run_scoped(product, plgpu.ACC((ROWS, block_kv), jnp.float32))
         plgpu.barrier_arrive(ring.k_free.at[slot_of(0)])
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), WGMMA.reduce(1))
-        zero = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
-        p, _, top, total = weighed(masked(scored(dots), request, runs[0], runs[0].stop - 1, row), nothing, zero)
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, OCTET), jnp.float32), WGMMA)
+        p, _, top, total = weighed(masked(scored(dots), request, runs[0], runs[0].stop - 1, row), nothing, zero, True)
         plgpu.barrier_wait(ring.v_ready.at[slot_of(0)])
         sums = plgpu.layout_cast(jnp.zeros((ROWS, call.v_dim), jnp.float32), WGMMA)
 
@@ -531,13 +544,13 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
                 scores = scored(dots)
                 if is_edge:
                     scores = masked(scores, request, run, run.stop - 1 - i, row)
-                p, kept, top, total = weighed(scores, state.top, state.total)
+                p, kept, top, total = weighed(scores, state.top, state.total, is_edge)
                 # This wait is also what keeps the exponentials under the product with V: ptxas would put them after the
                 # wait for it, but moves no instruction over the loop in which a barrier is polled.
                 plgpu.barrier_wait(ring.v_ready.at[now])
                 done = finish()
                 plgpu.barrier_arrive(ring.v_free.at[before])
-                p, sums = _settled(plan, p.astype(dtype), done * _by_row(kept, done))
+                p, sums = _settled(plan, p.astype(dtype), _rescaled(plan, done, kept))
                 return State(top, total, sums, p)
 
             return pl.run_scoped(products, plgpu.ACC((ROWS, block_kv), jnp.float32), plgpu.ACC((ROWS, call.v_dim), jnp.float32))
@@ -568,7 +581,7 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         sink = refs["sinks"][q_head] if "sinks" in refs else None
         live = row < request.q_len
         top = jnp.where(live, state.top * scale, -jnp.inf)
-        total = jnp.where(live, state.total, 0.0)
+        total = jnp.where(live, jnp.sum(state.total, axis=1), 0.0)
         weight, lse = softmax.finished_rows(top, total, sink)
         o = jnp.where(_by_row(total, sums) == 0, 0.0, sums * _by_row(weight, sums)).astype(dtype)
         _store(out, ring, plan, request, q_head, o, lse)
@@ -593,12 +606,40 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _halved(combine: Callable[[Array, Array], Array], x: Array) -> Array:
+def _gentle(scale: float, base: Array) -> Array:
+    """The scale, or for a row with base * scale past 2**29 in magnitude as many powers of two less as it is past."""
+    exponent = (
+        lax.shift_right_logical(lax.bitcast_convert_type(base * scale, jnp.int32), jnp.full(base.shape, 23, jnp.int32)) & 255
+    )
+    excess = jnp.maximum(exponent - STEEPEST, 0)
+    return lax.bitcast_convert_type(int(np.float32(scale).view(np.int32)) - excess * 2**23, jnp.float32)
+
+
+def _halved(combine: Callable[[Array, Array], Array], x: Array, columns: int) -> Array:
     """Columns combined in pairs until few are left: a reduction of all would wait for each step before the next."""
-    while x.shape[1] > 16 and x.shape[1] % 16 == 0:
+    while x.shape[1] > columns and x.shape[1] % 16 == 0:
         half = x.shape[1] // 2
         x = combine(x[:, :half], x[:, half:])
     return x
+
+
+def _rescaled(plan: Plan, sums: Array, kept: Array) -> Array:
+    """The sums times what is kept of them; a warp in which that is all of every row saves itself the products."""
+    if plan.interpret:
+        return sums * _by_row(kept, sums)
+    return lax.cond(_differs_in_warp(kept), lambda x: x * _by_row(kept, x), lambda x: x, sums)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA.reduce(1),), return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
+)
+def _differs_in_warp(_: Any, kept: Any) -> Any:
+    """Whether a row of this thread's warp has a factor other than 1."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    factors = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in kept.registers.flat]
+    one, everyone = arith.constant(f32, ir.FloatAttr.get(f32, 1.0)), arith.constant(i32, ir.IntegerAttr.get(i32, -1))
+    differs = functools.reduce(arith.ori, [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors])
+    return mgpu.FragmentedArray.splat(nvvm.vote_sync(everyone, differs, "any"), (), is_signed=False)
 
 
 def _settled(plan: Plan, *arrays: Array) -> tuple[Array, ...]:
