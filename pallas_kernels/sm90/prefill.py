@@ -91,8 +91,9 @@ class Plan(prefill_plan.Plan):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of a consumer and of the producer, which needs more where it zeroes rows."""
-        producer = 40 if self.has_lengths else 24
-        return min(240, (REGISTERS - producer) // self.consumers // 8 * 8), producer
+        producer, threads = 40 if self.has_lengths else 24, self.consumers + 1
+        everyone = REGISTERS // threads // 8 * 8 * threads  # what a launch is given
+        return min(240, (everyone - producer) // self.consumers // 8 * 8), producer
 
     @property
     def takes_turns(self) -> bool:
@@ -490,13 +491,13 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
 
     def weighed(scores: Array, top: Array, total: Array, is_edge: bool) -> tuple[Array, Array, Array, Array]:
         """Weights, what the sums are to be multiplied by, and the new top and total."""
-        seen = jnp.max(_halved(jnp.maximum, scores, 16), axis=1)
+        seen = jnp.max(_by_octet(jnp.maximum, scores), axis=1)
         new_top = jnp.where(seen > top + min(LAG / scale, 2.0**100), seen, top)
         base = softmax.finite_base(new_top) if is_edge else new_top
         rate = _gentle(scale, base)
         p = jnp.exp2(scores * _by_row(rate, scores) - _by_row(base * rate, scores))
         kept = jnp.exp2((top - base) * rate)
-        return p, kept, new_top, total * _by_row(kept, total) + _halved(jnp.add, p, OCTET)
+        return p, kept, new_top, _by_octet(jnp.add, p, total * _by_row(kept, total))
 
     def take_turn() -> None:
         if plan.takes_turns:
@@ -615,12 +616,10 @@ def _gentle(scale: float, base: Array) -> Array:
     return lax.bitcast_convert_type(int(np.float32(scale).view(np.int32)) - excess * 2**23, jnp.float32)
 
 
-def _halved(combine: Callable[[Array, Array], Array], x: Array, columns: int) -> Array:
-    """Columns combined in pairs until few are left: a reduction of all would wait for each step before the next."""
-    while x.shape[1] > columns and x.shape[1] % 16 == 0:
-        half = x.shape[1] // 2
-        x = combine(x[:, :half], x[:, half:])
-    return x
+def _by_octet(combine: Callable[[Array, Array], Array], x: Array, start: Array | None = None) -> Array:
+    """Every eighth column combined, in the order in which the columns are worked out: one thread's stay its own."""
+    octets = [x[:, i : i + OCTET] for i in range(0, x.shape[1], OCTET)]
+    return functools.reduce(combine, octets if start is None else [start, *octets])
 
 
 def _rescaled(plan: Plan, sums: Array, kept: Array) -> Array:
@@ -720,8 +719,8 @@ def _launch(plan: Plan, given: dict[str, Array], lse_shape: tuple[int, ...]) -> 
     given = given | {name: _in_octets(given[name]) for name in ("q", "k", "v")}
     dtype, stages = given["q"].dtype, tile.num_stages
 
-    def tiled(*shape: int) -> Any:
-        width = _tile_width(shape[-1])
+    def tiled(*shape: int, width: int | None = None) -> Any:
+        width = width or _tile_width(shape[-1])
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
 
     # Rows of a packed tile may be written one by one, which swizzled memory does not allow.
@@ -729,7 +728,7 @@ def _launch(plan: Plan, given: dict[str, Array], lse_shape: tuple[int, ...]) -> 
     memory = {
         "q": tiled(consumers, ROWS, call.head_dim),
         "k": tiled(stages, tile.block_kv, call.head_dim),
-        "v": tiled(stages, tile.block_kv, call.v_dim),
+        "v": tiled(stages, tile.block_kv, call.v_dim, width=None if tile.block_kv % 64 == 0 else 32),
         "o": None if plan.stores_through_q else o,
         "lse": plgpu.SMEM((consumers, ROWS), jnp.float32) if call.return_lse else None,
         "q_ready": plgpu.Barrier(num_barriers=consumers),
