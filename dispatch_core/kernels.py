@@ -161,30 +161,31 @@ def _everywhere(work: str) -> tuple[Build, ...]:
     )
 
 
-def _hopper(work: str) -> tuple[Build, ...]:
-    return (Build("sm90", SM90_EXACTLY, tiles=f"sm80_{work}"),)
+_MOSAIC = Build("sm90", SM90_EXACTLY, regions.MOSAIC_PREFILL, tiles="sm90_prefill")
 
 
 def _catalogue() -> Mapping[str, Kernel]:
     prefill, decode = _everywhere("prefill"), _everywhere("decode")
+    mosaic = (_MOSAIC, *prefill)
+    hopper = (Build("sm90", SM90_EXACTLY, tiles="sm80_decode"),)
     kernels = (
         Kernel("gqa_prefill_fp8_tensor_core_fwd_kernel", regions.FP8_SQUARE, prefill),
-        Kernel("gqa_sliding_window_varlen_fwd_kernel", regions.SLIDING_WINDOW, prefill),
-        Kernel("gqa_prefill_square_fwd_kernel", regions.SQUARE, _hopper("prefill")),
-        Kernel("gqa_prefill_causal_fwd_kernel", regions.CAUSAL, _hopper("prefill")),
-        Kernel("gqa_prefill_fwd_kernel", regions.DENSE, prefill, general=True),
-        Kernel("gqa_prefill_varlen_fwd_kernel", regions.VARLEN, prefill),
+        Kernel("gqa_sliding_window_varlen_fwd_kernel", regions.SLIDING_WINDOW, mosaic),
+        Kernel("gqa_prefill_square_fwd_kernel", regions.SQUARE, (_MOSAIC,)),
+        Kernel("gqa_prefill_causal_fwd_kernel", regions.CAUSAL, (_MOSAIC,)),
+        Kernel("gqa_prefill_fwd_kernel", regions.DENSE, mosaic, general=True),
+        Kernel("gqa_prefill_varlen_fwd_kernel", regions.VARLEN, mosaic),
         Kernel("gqa_prefill_fp8_fwd_kernel", regions.FP8_ANY, prefill, general=True),
-        Kernel("gqa_decode_bs1_kernel", regions.DECODE_BS1, _hopper("decode")),
+        Kernel("gqa_decode_bs1_kernel", regions.DECODE_BS1, hopper),
         Kernel("gqa_decode_kernel", regions.DECODE, decode, general=True),
         Kernel("gqa_decode_fp8_kv_cache_kernel", regions.DECODE_FP8_CACHE, decode),
         Kernel("gqa_decode_multi_token_kernel", regions.DECODE_SEVERAL, decode),
-        Kernel("gqa_decode_paged_bs1_kernel", regions.DECODE_PAGED_BS1, _hopper("decode")),
+        Kernel("gqa_decode_paged_bs1_kernel", regions.DECODE_PAGED_BS1, hopper),
         Kernel("gqa_decode_paged_kernel", regions.DECODE, decode, general=True),
         Kernel("gqa_decode_paged_fp8_kv_cache_kernel", regions.DECODE_FP8_CACHE, decode),
         Kernel("gqa_decode_paged_multi_token_kernel", regions.DECODE_SEVERAL, decode),
-        Kernel("gqa_prefill_paged_with_kv_cache_fwd_kernel", regions.PAGED, prefill),
-        Kernel("gqa_prefill_paged_with_kv_cache_rope_fwd_kernel", regions.PAGED_ROPE, prefill),
+        Kernel("gqa_prefill_paged_with_kv_cache_fwd_kernel", regions.PAGED, mosaic),
+        Kernel("gqa_prefill_paged_with_kv_cache_rope_fwd_kernel", regions.PAGED_ROPE, mosaic),
         Kernel("gqa_prefill_paged_with_fp8_kv_cache_fwd_kernel", regions.PAGED_FP8, prefill),
         Kernel("gqa_prefill_paged_with_fp8_kv_cache_rope_fwd_kernel", regions.PAGED_FP8_ROPE, prefill),
         Kernel("append_paged_kernel", ANYTHING, (Build("sm80", SM80_AND_NEWER), Build("xla"))),

@@ -124,6 +124,22 @@ FULL_PAGES = Condition(
     lambda call: call.paging is not None and (call.paging.page_size == 64 or call.paging.page_size % 128 == 0),
     lambda call: "no pages" if call.paging is None else call.paging.page_size,
 )
+MOSAIC_HEADS = {(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
+HEADS_IN_SWIZZLES = Condition(
+    "head_dim 32, 64, 96, 128 or 256 and the same head_dim_v, or 192 and 128",
+    lambda call: (call.head_dim, call.v_dim) in MOSAIC_HEADS,
+    lambda call: f"{call.head_dim} and {call.v_dim}",
+)
+WIDE_HEADS_ALIGNED = Condition(
+    "sequences of one length and no pages at head_dim 256",
+    lambda call: call.head_dim < 256 or (call.is_uniform and call.paging is None),
+    lambda call: "ragged ones" if call.paging is None else "pages",
+)
+PAGES_IN_TILES = Condition(
+    "page_size 8, 16, 32, 64 or a multiple of 128",
+    lambda call: call.paging is None or call.paging.page_size in (8, 16, 32, 64) or call.paging.page_size % 128 == 0,
+    lambda call: "no pages" if call.paging is None else call.paging.page_size,
+)
 NO_ROPE = absent("rope", "rope")
 ROPE = Condition("rope", lambda call: call.rope is not None, lambda call: "none")
 
@@ -182,3 +198,5 @@ PAGED = Region("paged prefill", (NOT_FP8, NO_ROPE, SAME_CACHE_TYPE))
 PAGED_ROPE = Region("paged prefill with rope", (NOT_FP8, ROPE, SAME_CACHE_TYPE))
 PAGED_FP8 = Region("paged prefill, FP8 cache", (NOT_FP8, NO_ROPE, FP8_CACHE))
 PAGED_FP8_ROPE = Region("paged prefill with rope, FP8 cache", (NOT_FP8, ROPE, FP8_CACHE))
+
+MOSAIC_PREFILL = Region("Mosaic prefill", (HALF, HEADS_IN_SWIZZLES, WIDE_HEADS_ALIGNED, PAGES_IN_TILES))

@@ -15,15 +15,14 @@ from dispatch_core import CATALOGUE, SLOTS, AttentionCall, TileConfig
 Launch = Callable[..., tuple[Any, ...]]
 
 _MODULES = {
-    "prefill": {"xla": "pallas_kernels.xla.prefill", "sm80": "pallas_kernels.sm80.prefill"},
-    "decode": {"xla": "pallas_kernels.xla.decode", "sm80": "pallas_kernels.sm80.decode"},
-    "decode_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged"},
-    "prefill_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.paged_prefill"},
-    "append_paged": {"xla": "pallas_kernels.xla.paged", "sm80": "pallas_kernels.sm80.append"},
+    "prefill": {"xla": "xla.prefill", "sm80": "sm80.prefill", "sm90": "sm90.prefill"},
+    "decode": {"xla": "xla.decode", "sm80": "sm80.decode", "sm90": "sm80.decode"},
+    "decode_paged": {"xla": "xla.paged", "sm80": "sm80.paged", "sm90": "sm80.paged"},
+    "prefill_paged": {"xla": "xla.paged", "sm80": "sm80.paged_prefill", "sm90": "sm90.prefill"},
+    "append_paged": {"xla": "xla.paged", "sm80": "sm80.append"},
 }
-# Builds are named after targets, not technology: an sm90 build launches Triton code where no Mosaic kernel has been measured
-# to be faster (that of sm90/prefill.py has been interpreted and compiled, and not yet run).
-_MODULES = {slot: {**modules, "sm90": modules["sm80"]} for slot, modules in _MODULES.items()}
+# Builds are named after targets, not technology: the sm90 builds of decode launch the Triton kernels, which reach the
+# memory's limit.
 _FUNCTIONS = {"decode": "decode", "decode_paged": "paged_decode", "prefill_paged": "paged_prefill", "append_paged": "append"}
 
 
@@ -38,10 +37,10 @@ def launch_function(key: str, build: str) -> Launch:
     if build not in {b.name for b in CATALOGUE[key].builds}:
         raise KeyError(f"{key} has no {build} build")
     if key in SLOTS["prefill"]:
-        module = import_module(_MODULES["prefill"][build])
+        module = import_module(f"pallas_kernels.{_MODULES['prefill'][build]}")
         return _prefill(module.dense_prefill, module.packed_prefill)
     slot = next(slot for slot in _FUNCTIONS if key in SLOTS[slot])
-    return getattr(import_module(_MODULES[slot][build]), _FUNCTIONS[slot])
+    return getattr(import_module(f"pallas_kernels.{_MODULES[slot][build]}"), _FUNCTIONS[slot])
 
 
 def _prefill(dense: Launch, packed: Launch) -> Launch:

@@ -22,17 +22,18 @@ APPENDS = ((15, 3, 16), (16, 1, 16), (0, 33, 16), (37, 5, 16), (0, 1, 1), (5, 2,
 SMALL = {"kv_heads": 2, "group": 2, "head_dim": 16, "dtype": "float16", "amplitude": 1.0}
 
 
-def edge_cases(op: str) -> dict[str, Case]:
-    """The named cases of an op; a name says what is special about the case."""
-    return {name: make(op) for makers in _MAKERS for name, make in makers(op).items()}
+def edge_cases(op: str, **changes: Any) -> dict[str, Case]:
+    """The named cases of an op, `SMALL` with the changes; a name says what is special about the case."""
+    return {name: make(op, SMALL | changes) for makers in _MAKERS for name, make in makers(op).items()}
 
 
-Makers = dict[str, Callable[[str], Case]]
+Maker = Callable[[str, dict[str, Any]], Case]
+Makers = dict[str, Maker]
 
 
-def _case(features: tuple[str, ...] = (), options: dict[str, Any] | None = None, **pinned: Any) -> Callable[[str], Case]:
-    def make(op: str) -> Case:
-        case = random_case(op, 0, features, **(SMALL | pinned))
+def _case(features: tuple[str, ...] = (), options: dict[str, Any] | None = None, **pinned: Any) -> Maker:
+    def make(op: str, small: dict[str, Any]) -> Case:
+        case = random_case(op, 0, features, **(small | pinned))
         return replace(case, options=case.options | (options or {}))
 
     return make
@@ -56,7 +57,7 @@ def _lengths(op: str) -> Makers:
     if op == "gqa_decode":
         lens = {f"kv_{n}": _case(("kv_lengths",), kv_lens=(n,)) for n in (0, 1, 130, 1025)}
         return lens | {
-            "kv_130_of_256": lambda op: _shortened(random_case(op, 0, (), **SMALL, kv_lens=(256, 256)), (130, 1)),
+            "kv_130_of_256": lambda op, small: _shortened(random_case(op, 0, (), **small, kv_lens=(256, 256)), (130, 1)),
             "more_queries_than_keys": _case(("kv_lengths", "tokens"), q_lens=(5, 5), kv_lens=(3, 0)),
         }
     if op == "merge_attention":
@@ -109,13 +110,13 @@ def _paging(op: str) -> Makers:
             makers[f"rotary_{rotary_dim}_of_128_{style}"] = _case(
                 features, options, q_lens=(new,), kv_lens=(37,), head_dim=128, page_size=16
             )
-    makers["inactive_slots"] = lambda op: _inactive(
-        random_case(op, 0, features, **SMALL, q_lens=(1,) * 8, kv_lens=(9, 0, 0, 40, 0, 0, 0, 16), page_size=16)
+    makers["inactive_slots"] = lambda op, small: _inactive(
+        random_case(op, 0, features, **small, q_lens=(1,) * 8, kv_lens=(9, 0, 0, 40, 0, 0, 0, 16), page_size=16)
     )
     if op == "gqa_decode_paged":
         makers |= {f"page_{p}": _case(q_lens=(1, 1), kv_lens=(130, 7), page_size=p) for p in (1, 3, 19, 48, 64, 256)}
-        makers["inactive_slots_without_append"] = lambda op: _inactive(
-            random_case(op, 0, (), **SMALL, q_lens=(1,) * 8, kv_lens=(9, 0, 0, 40, 0, 0, 0, 16), page_size=16)
+        makers["inactive_slots_without_append"] = lambda op, small: _inactive(
+            random_case(op, 0, (), **small, q_lens=(1,) * 8, kv_lens=(9, 0, 0, 40, 0, 0, 0, 16), page_size=16)
         )
     return makers
 
@@ -137,17 +138,17 @@ def _values(op: str) -> Makers:
         "softcap_of_large_scores": _case(options={"softcap": 30.0, "scale": 4.0}, **lens, dtype="bfloat16", amplitude=3.0),
         "large_float16": _case(**lens, head_dim=128, amplitude=100.0),
         "large_bfloat16": _case(**lens, dtype="bfloat16", amplitude=133120.0),
-        "sink_against_equal_scores": lambda op: _equal_scores(_case(**lens)(op)),
-        "huge_sink": lambda op: _with_sinks(_case(**lens)(op), 1e30),
-        "sink_of_empty_rows": lambda op: _with_sinks(_case(**with_empty)(op), 0.5),
-        "sink_of_minus_infinity": lambda op: _with_sinks(_case(**lens)(op), -np.inf),
+        "sink_against_equal_scores": lambda op, small: _equal_scores(_case(**lens)(op, small)),
+        "huge_sink": lambda op, small: _with_sinks(_case(**lens)(op, small), 1e30),
+        "sink_of_empty_rows": lambda op, small: _with_sinks(_case(**with_empty)(op, small), 0.5),
+        "sink_of_minus_infinity": lambda op, small: _with_sinks(_case(**lens)(op, small), -np.inf),
     }
     if op in ("gqa_prefill", "gqa_prefill_packed", "gqa_decode"):
-        makers["not_finite_in_valid_keys"] = lambda op: _contaminated(_case(**lens)(op))
+        makers["not_finite_in_valid_keys"] = lambda op, small: _contaminated(_case(**lens)(op, small))
     if op in ("gqa_prefill", "gqa_prefill_packed"):
-        makers["scales_half_three_eighth"] = lambda op: _scaled(_case(("fp8",), **lens)(op), "q_scale")
+        makers["scales_half_three_eighth"] = lambda op, small: _scaled(_case(("fp8",), **lens)(op, small), "q_scale")
     else:
-        makers["scales_half_three_eighth"] = lambda op: _scaled(_case(("fp8_cache",), **lens)(op))
+        makers["scales_half_three_eighth"] = lambda op, small: _scaled(_case(("fp8_cache",), **lens)(op, small))
     return makers
 
 

@@ -400,12 +400,12 @@ _BUILDERS = {
 }
 
 
-def feature_cases(op: str) -> Iterator[tuple[str, Case]]:
-    """Every feature of an op alone, and every pair, each with a name to show."""
+def feature_cases(op: str, **pinned: Any) -> Iterator[tuple[str, Case]]:
+    """Every feature of an op alone, and every pair, each with a name to show; pinned as in `random_case`."""
     alone = [(name,) for name in FEATURES[op]]
     for features in [(), *alone, *itertools.combinations(FEATURES[op], 2)]:
         name = "+".join(features) or "nothing"
-        yield name, random_case(op, zlib.crc32(name.encode()), features)
+        yield name, random_case(op, zlib.crc32(name.encode()), features, **pinned)
 
 
 def _unread(case: Case) -> tuple[dict[str, Array], Array | None]:

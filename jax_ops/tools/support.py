@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dispatch_core import CATALOGUE, SLOTS
+from dispatch_core import CATALOGUE, DEVICES, SLOTS
 
 TARGETS = {
-    "sm90": "SM90 (H100, H200, GH200, H20)",
-    "sm80": "SM80 and newer (A100, A10, L4, 4090, B200)",
-    "xla": "anywhere else",
+    "SM90 (H100, H200, GH200, H20)": DEVICES["H200"],
+    "SM80 and newer (A100, A10, L4, 4090, B200)": DEVICES["A100-80"],
+    "anywhere else": DEVICES["CPU"],
 }
 
 
 def support_table() -> str:
-    """Markdown: a row per op and kernel, with its region's conditions and a column per target."""
-    lines = [f"| op | kernel | serves | {' | '.join(TARGETS.values())} |", f"|---|---|---|{'---|' * len(TARGETS)}"]
+    """Markdown: a row per op and kernel, with its region's conditions and the builds of each target."""
+    lines = [f"| op | kernel | serves | {' | '.join(TARGETS)} |", f"|---|---|---|{'---|' * len(TARGETS)}"]
     for slot, keys in SLOTS.items():
         op = slot if slot == "append_paged" else f"gqa_{slot}"
         for key in keys:
             kernel = CATALOGUE[key]
             serves = "; ".join(c.text for c in kernel.region.conditions) or "every call"
-            names = {build.name for build in kernel.builds}
-            cells = ["yes" if name in names or (name == "sm90" and "sm80" in names) else "-" for name in TARGETS]
+            names = [[b.name for b in kernel.builds if b.target.refusal(device) is None] for device in TARGETS.values()]
+            cells = [", ".join(n for n in here if n != "xla" or here == ["xla"]) or "-" for here in names]
             lines.append(f"| `{op}` | `{key}` | {serves} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

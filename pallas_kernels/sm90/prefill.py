@@ -91,14 +91,21 @@ class Plan(prefill_plan.Plan):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of a consumer and of the producer, which needs more where it zeroes rows."""
-        producer, threads = 40 if self.has_lengths else 24, self.consumers + 1
+        threads = self.consumers + 1
         everyone = REGISTERS // threads // 8 * 8 * threads  # what a launch is given
-        return min(240, (everyone - producer) // self.consumers // 8 * 8), producer
+        consumer = min(240, (everyone - (32 if self.has_lengths else 24)) // self.consumers // 8 * 8)
+        return consumer, min(40, everyone - consumer * self.consumers)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the consumers take turns to issue their products."""
-        return self.consumers > 1
+        """Whether the consumers take turns to issue their products; from head_dim 192 on these outlast the exponentials."""
+        return self.consumers > 1 and self.call.head_dim <= 128
+
+    @property
+    def holds_q(self) -> bool:
+        """Whether queries are held in registers, where no mask needs these: shared memory is read less."""
+        sees_all = self.left is None and self.right is None and not self.has_lengths
+        return sees_all and self.consumers == 2 and self.call.head_dim <= 128 and not self.interpret
 
     @property
     def stores_through_q(self) -> bool:
@@ -462,7 +469,6 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
     warpgroup = lax.axis_index("wg")
     call, stages, block_kv, dtype = plan.call, plan.tile.num_stages, plan.tile.block_kv, refs["q"].dtype
     scale = 1.0 if call.softcap is not None else abs(call.softmax_scale) * softmax.LOG2_E or 1.0
-    q = ring.q.at[warpgroup]
 
     def scored(dots: Array) -> Array:
         if call.softcap is not None:
@@ -516,6 +522,7 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
             return lax.rem(used + i, jnp.int32(stages))
 
         plgpu.barrier_wait(ring.q_ready.at[warpgroup])
+        q = plgpu.layout_cast(ring.q[warpgroup], WGMMA) if plan.holds_q else ring.q.at[warpgroup]
         plgpu.barrier_wait(ring.k_ready.at[slot_of(0)])
 
         def product(s: Any) -> Array:
@@ -709,18 +716,22 @@ def _body(refs: dict[str, Any], out: dict[str, Any], plan: Plan, **memory: Any) 
 
 
 def _in_octets(x: Array) -> Array:
-    """Rows up to a multiple of 8, which copies into swizzled memory ask of an array (of 8 rows or more)."""
-    missing = -x.shape[-3] % OCTET
+    """Rows up to a multiple of 8, which copies into swizzled memory ask of an array, and up to 8 where there are none."""
+    rows = x.shape[-3]
+    missing = pl.cdiv(max(rows, 1), OCTET) * OCTET - rows
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 3), (0, missing), (0, 0), (0, 0)]) if missing else x
 
 
 def _launch(plan: Plan, given: dict[str, Array], lse_shape: tuple[int, ...]) -> dict[str, Array]:
     call, tile, consumers = plan.call, plan.tile, plan.consumers
-    given = given | {name: _in_octets(given[name]) for name in ("q", "k", "v")}
     dtype, stages = given["q"].dtype, tile.num_stages
+    if given["q"].size == 0:
+        shape = (*given["q"].shape[:-1], call.v_dim)
+        return {"o": jnp.zeros(shape, dtype), "lse": jnp.zeros(lse_shape, jnp.float32)}
+    given = given | {name: _in_octets(given[name]) for name in ("q", "k", "v")}
 
-    def tiled(*shape: int, width: int | None = None) -> Any:
-        width = width or _tile_width(shape[-1])
+    def tiled(*shape: int) -> Any:
+        width = _tile_width(shape[-1])
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
 
     # Rows of a packed tile may be written one by one, which swizzled memory does not allow.
@@ -728,7 +739,7 @@ def _launch(plan: Plan, given: dict[str, Array], lse_shape: tuple[int, ...]) -> 
     memory = {
         "q": tiled(consumers, ROWS, call.head_dim),
         "k": tiled(stages, tile.block_kv, call.head_dim),
-        "v": tiled(stages, tile.block_kv, call.v_dim, width=None if tile.block_kv % 64 == 0 else 32),
+        "v": tiled(stages, tile.block_kv, call.v_dim),
         "o": None if plan.stores_through_q else o,
         "lse": plgpu.SMEM((consumers, ROWS), jnp.float32) if call.return_lse else None,
         "q_ready": plgpu.Barrier(num_barriers=consumers),

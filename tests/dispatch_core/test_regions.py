@@ -67,6 +67,26 @@ REFUSALS: list[tuple[Region, AttentionCall, str]] = [
         "needs no rope, the call has rope RopeFacts(rotary_dim=128, max_position=4096, style='half')",
     ),
     (regions.PAGED_ROPE, prefill_paged(), "needs rope, the call has none"),
+    (
+        regions.MOSAIC_PREFILL,
+        packed(head_dim=80),
+        "needs head_dim 32, 64, 96, 128 or 256 and the same head_dim_v, or 192 and 128, the call has 80 and 80",
+    ),
+    (
+        regions.MOSAIC_PREFILL,
+        packed(head_dim=256, is_uniform=False),
+        "needs sequences of one length and no pages at head_dim 256, the call has ragged ones",
+    ),
+    (
+        regions.MOSAIC_PREFILL,
+        prefill_paged(head_dim=256),
+        "needs sequences of one length and no pages at head_dim 256, the call has pages",
+    ),
+    (
+        regions.MOSAIC_PREFILL,
+        prefill_paged(paging=Paging(48, 10)),
+        "needs page_size 8, 16, 32, 64 or a multiple of 128, the call has 48",
+    ),
 ]
 
 

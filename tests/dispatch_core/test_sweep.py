@@ -38,7 +38,7 @@ TARGETS = [DEVICES[name] for name in ("H200", "H20", "B200", "A100-80", "A10", "
 BUILDS = (None, "sm90", "sm80", "xla")
 
 REFUSED_BECAUSE = {  # a word of the answers below, and what the message must match
-    "no build for the target": r"sm\d\d build needs (arch|platform)|has no \w+ build|build=\"xla\"",
+    "no build for the target": r"sm\d\d build needs (arch|platform|dtype)|has no \w+ build|build=\"xla\"",
     "ragged and dense": "needs sequences of one length, the call has ragged ones",
     "FP8 is not this backend": "needs backend auto or fp8, the call has",
     "beyond the recorded FP8 kernel": "needs (no causal mask|no window|sequences of one length|max_seqlen_q == max_seqlen_kv"
@@ -53,11 +53,13 @@ REFUSED_BECAUSE = {  # a word of the answers below, and what the message must ma
 }
 
 
-def builds_of(call: AttentionCall, build: str | None, is_hopper_only: bool) -> bool:
+def builds_of(call: AttentionCall, build: str | None, is_hopper_only: bool, has_sm90: bool = False) -> bool:
     """Whether a key has a build for the target that the question admits."""
     device = call.device
     if is_hopper_only:
         return build in (None, "sm90") and device.platform == "cuda" and device.arch == 90
+    if build == "sm90":
+        return has_sm90 and device.platform == "cuda" and device.arch == 90
     if build == "xla" or (build is None and device.platform != "cuda"):
         return True
     return build in (None, "sm80") and device.platform == "cuda" and device.arch >= 80
@@ -93,7 +95,7 @@ def packed_answer(call: AttentionCall, build: str | None, is_extended: bool) -> 
                 return "gqa_prefill_square_fwd_kernel"
             return "gqa_prefill_causal_fwd_kernel"
         key = "gqa_prefill_fwd_kernel"
-    return key if builds_of(call, build, is_hopper_only=False) else "no build for the target"
+    return key if builds_of(call, build, is_hopper_only=False, has_sm90=call.dtype in HALF) else "no build for the target"
 
 
 def decode_answer(call: AttentionCall, build: str | None, is_extended: bool) -> str:
@@ -130,7 +132,8 @@ def prefill_paged_answer(call: AttentionCall, build: str | None, is_extended: bo
         return "both rope and an FP8 cache"
     infix = "fp8_kv_cache" if has_fp8_cache else "kv_cache"
     key = f"gqa_prefill_paged_with_{infix}{'_rope' if call.rope else ''}_fwd_kernel"
-    return key if builds_of(call, build, is_hopper_only=False) else "no build for the target"
+    has_sm90 = call.dtype in HALF and not has_fp8_cache
+    return key if builds_of(call, build, is_hopper_only=False, has_sm90=has_sm90) else "no build for the target"
 
 
 Asked = tuple[AttentionCall, str | None]
@@ -255,8 +258,8 @@ def test_packed_prefill_without_a_build():
     assert [counts["V100", build] for build in BUILDS] == [everything, everything, everything, 0]
     for name in ("CPU", "BI-V100"):
         assert [counts[name, build] for build in BUILDS] == [0, claimed[name], claimed[name], 0]
-    # build="sm90" on a Hopper is served for causal 16-bit head_dim 128, uniform, auto or dense, without a window.
-    served = 2 * 2 * 2 * 2  # types, backends, lengths, batches
+    # build="sm90" on a Hopper is served for 16-bit types: of uniform or not, backends and windows these are nine combinations.
+    served = 2 * 2 * 2 * 2 * 9  # types, causal or not, lengths, batches
     assert [counts["H20", build] for build in BUILDS] == [0, everything - served, 0, 0]
 
 

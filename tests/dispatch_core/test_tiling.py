@@ -188,8 +188,7 @@ def test_tiles_are_cached():
 
 def test_every_family_tiles_a_shipped_build():
     used = {build.tiles for kernel in CATALOGUE.values() for build in kernel.builds if build.tiles}
-    recorded, awaits_its_run_on_hardware = "staged", "sm90_prefill"
-    assert set(POLICIES) - used == {recorded, awaits_its_run_on_hardware}
+    assert set(POLICIES) - used == {"staged"}, "the recorded rule alone has no build"
 
 
 # Policies as data.

@@ -1,6 +1,5 @@
 """On the GPU: gradients, no host transfer inside a step, pools in place, and lowering for both platforms."""
 
-import statistics
 import time
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 import jax_ops
+from jax_ops.devices import device_from_jax
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def test_a_jitted_step_touches_no_host():
 
 
 def test_append_time_does_not_grow_with_the_pool():
-    """Copying the larger pools, 4 GiB each, would take 4 ms."""
+    """Copying the larger pools, 4 GiB each, would take 4 ms. The least time counts: other tests may be on the GPU."""
 
     def seconds(pages):
         table, lengths = jnp.arange(8, dtype=jnp.int32)[:, None], jnp.asarray([5] * 8, jnp.int32)
@@ -50,7 +50,7 @@ def test_append_time_does_not_grow_with_the_pool():
             start = time.perf_counter()
             pools = jax.block_until_ready(step(*pools))
             times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return min(times)
 
     small, large = seconds(512), seconds(32768)
     assert large < small + 1e-3, (small, large)
@@ -71,4 +71,5 @@ def test_arrays_on_the_cpu_take_the_cpus_build():
 
 def test_explain_names_a_gpu_build_here():
     q, k = _normal(1, 64, 4, 64), _normal(1, 64, 2, 64, seed=1)
-    assert jax_ops.explain(jax_ops.gqa_prefill, q, k, k).build in ("sm80", "sm90")
+    is_hopper = device_from_jax(jax.devices()[0]).arch == 90
+    assert jax_ops.explain(jax_ops.gqa_prefill, q, k, k).build == ("sm90" if is_hopper else "sm80")

@@ -38,7 +38,9 @@ def _shortened(work):
     return replace(work, q_len=work.q_len // 4, kv_len=work.kv_len // 4, lengths=tuple(n // 4 for n in work.lengths))
 
 
-@pytest.mark.parametrize("name", ["causal 4x512", "decode 1x32768, 32/4 float16", "paged 32 ragged, page 16"])
+@pytest.mark.parametrize(
+    "name", ["causal 4x512", "packed causal, 8 uneven", "decode 1x32768, 32/4 float16", "paged 32 ragged, page 16"]
+)
 def test_twenty_runs_give_the_same_bits(name):
     work = next(w for w in WORKLOADS if w.name == name)
     arrays = work.arrays(5)

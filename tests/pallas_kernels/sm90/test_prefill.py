@@ -85,6 +85,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], TileConfig, int]] =
     "three_warpgroups": ("gqa_prefill", (), shape((200,), (200,), group=3), THREE, 1),
     "more_rows_than_keys": ("gqa_prefill", ("sinks",), shape((190,), (70,), head_dim=32), TWO, 2),
     "wide_heads": ("gqa_prefill", (), shape((150,), (180,), head_dim=256), TWO, 1),
+    "no_keys": ("gqa_prefill", ("sinks",), shape((9,), (0,)), TWO, 1),
     "lengths": ("gqa_prefill", ("q_lengths", "kv_lengths", "softcap"), shape((90, 5, 0), (150, 0, 9), group=8), TWO, 2),
     "window": ("gqa_prefill", ("window_both",), shape((130,), (300,), head_dim=96), TWO, 3),
     "packed": ("gqa_prefill_packed", ("sinks",), shape((5, 0, 77, 130), (5, 3, 201, 130), group=2), TWO, 3),
@@ -115,6 +116,13 @@ ON_BOTH_JAXES = ("ring_wraps_over_items", "lengths", "packed", "pages_of_16")
 def test_against_the_oracle(name: str) -> None:
     op, features, pinned, tile, programs = CASES[name]
     check(random_case(op, 0, features, **{"dtype": "bfloat16"} | pinned), tile, programs)
+
+
+@pytest.mark.parametrize("op", ["gqa_prefill", "gqa_prefill_packed"])
+def test_no_tokens(op: str) -> None:
+    case = random_case(op, 0, (), **shape((0, 0), (9, 3)), dtype="bfloat16")
+    launch, call, arrays = call_and_arrays(case, DEVICES["H200"])
+    check_case(case, *(np.asarray(x) for x in launch(call, TWO, interpret=True, **arrays)))
 
 
 @pytest.mark.newest_jax

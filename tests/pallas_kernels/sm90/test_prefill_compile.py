@@ -18,6 +18,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "causal": {},
     "full_float16_lse_sinks": {"is_causal": False, "dtype": "float16", "return_lse": True, "has_sinks": True},
     "dim_64_group_3": {"dims": (64, 64), "group": 3},
+    "dim_64_packed": {"dims": (64, 64), "packed": True, "return_lse": True},
+    "dim_32": {"dims": (32, 32)},
+    "rows_of_no_octet": {"rows": 4091},
     "dim_96_softcap": {"dims": (96, 96), "softcap": 30.0},
     "dims_192_128": {"dims": (192, 128)},
     "dim_256": {"dims": (256, 256), "group": 2},
@@ -34,10 +37,10 @@ SPILLED_BYTES = 320
 def call_of(target: aot.Target, setting: dict[str, Any]) -> AttentionCall:
     facts = {"dtype": "bfloat16", "dims": (128, 128), "group": 4, "is_causal": True} | setting
     is_ragged = facts.pop("packed", False) | facts.pop("lengths", False)
-    page = facts.pop("page", None)
+    page, rows = facts.pop("page", None), facts.pop("rows", 4096)
     (head_dim, v_dim), group, dtype = (facts.pop(name) for name in ("dims", "group", "dtype"))
     return AttentionCall(
-        target.device, dtype, 2, 8 * group, 8, head_dim, 4096, 4096, head_dim_v=v_dim, is_uniform=not is_ragged,
+        target.device, dtype, 2, 8 * group, 8, head_dim, rows, rows, head_dim_v=v_dim, is_uniform=not is_ragged,
         paging=page and Paging(page, 4096 // page), **facts,
     )  # fmt: skip
 
@@ -51,7 +54,7 @@ def tile_of(call: AttentionCall) -> TileConfig:
 def case(target: aot.Target, setting: dict[str, Any]) -> aot.Case:
     call = call_of(target, setting)
     is_packed = setting.get("packed", False)
-    lead = (2 * 4096,) if is_packed else (2, 4096)
+    lead = (2 * call.max_seqlen_q,) if is_packed else (2, call.max_seqlen_q)
     array = lambda *shape, dtype=call.dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
     arrays = {
         "q": array(*lead, call.q_heads, call.head_dim),
