@@ -130,10 +130,13 @@ HEADS_IN_SWIZZLES = Condition(
     lambda call: (call.head_dim, call.v_dim) in MOSAIC_HEADS,
     lambda call: f"{call.head_dim} and {call.v_dim}",
 )
-WIDE_HEADS_ALIGNED = Condition(
-    "sequences of one length and no pages at head_dim 256",
-    lambda call: call.head_dim < 256 or (call.is_uniform and call.paging is None),
-    lambda call: "ragged ones" if call.paging is None else "pages",
+ROWS_ALONE = Condition(
+    "head_dim_v 64 or 128 for ragged sequences or pages",
+    lambda call: (call.is_uniform and call.paging is None) or call.v_dim in (64, 128),
+    lambda call: call.v_dim,
+)
+OUT_AS_IN = Condition(
+    "o of q's element type", lambda call: call.o_dtype == call.dtype, lambda call: f"{call.o_dtype} for {call.dtype}"
 )
 PAGES_IN_TILES = Condition(
     "page_size 8, 16, 32, 64 or a multiple of 128",
@@ -199,4 +202,4 @@ PAGED_ROPE = Region("paged prefill with rope", (NOT_FP8, ROPE, SAME_CACHE_TYPE))
 PAGED_FP8 = Region("paged prefill, FP8 cache", (NOT_FP8, NO_ROPE, FP8_CACHE))
 PAGED_FP8_ROPE = Region("paged prefill with rope, FP8 cache", (NOT_FP8, ROPE, FP8_CACHE))
 
-MOSAIC_PREFILL = Region("Mosaic prefill", (HALF, HEADS_IN_SWIZZLES, WIDE_HEADS_ALIGNED, PAGES_IN_TILES))
+MOSAIC_PREFILL = Region("Mosaic prefill", (HALF, OUT_AS_IN, HEADS_IN_SWIZZLES, ROWS_ALONE, PAGES_IN_TILES))

@@ -734,7 +734,9 @@ def _launch(plan: Plan, given: dict[str, Array], lse_shape: tuple[int, ...]) -> 
         width = _tile_width(shape[-1])
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
 
-    # Rows of a packed tile may be written one by one, which swizzled memory does not allow.
+    # Rows of a packed tile may be written one by one, which swizzled memory does not allow; TMA asks that each begin at a
+    # multiple of 128 bytes.
+    assert not plan.is_packed or call.v_dim % 64 == 0
     o = plgpu.SMEM((consumers, ROWS, call.v_dim), dtype) if plan.is_packed else tiled(consumers, ROWS, call.v_dim)
     memory = {
         "q": tiled(consumers, ROWS, call.head_dim),

@@ -72,15 +72,16 @@ REFUSALS: list[tuple[Region, AttentionCall, str]] = [
         packed(head_dim=80),
         "needs head_dim 32, 64, 96, 128 or 256 and the same head_dim_v, or 192 and 128, the call has 80 and 80",
     ),
+    (regions.MOSAIC_PREFILL, packed(out_dtype="float32"), "needs o of q's element type, the call has float32 for float16"),
     (
         regions.MOSAIC_PREFILL,
         packed(head_dim=256, is_uniform=False),
-        "needs sequences of one length and no pages at head_dim 256, the call has ragged ones",
+        "needs head_dim_v 64 or 128 for ragged sequences or pages, the call has 256",
     ),
     (
         regions.MOSAIC_PREFILL,
-        prefill_paged(head_dim=256),
-        "needs sequences of one length and no pages at head_dim 256, the call has pages",
+        prefill_paged(head_dim=96),
+        "needs head_dim_v 64 or 128 for ragged sequences or pages, the call has 96",
     ),
     (
         regions.MOSAIC_PREFILL,

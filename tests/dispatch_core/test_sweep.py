@@ -38,7 +38,7 @@ TARGETS = [DEVICES[name] for name in ("H200", "H20", "B200", "A100-80", "A10", "
 BUILDS = (None, "sm90", "sm80", "xla")
 
 REFUSED_BECAUSE = {  # a word of the answers below, and what the message must match
-    "no build for the target": r"sm\d\d build needs (arch|platform|dtype)|has no \w+ build|build=\"xla\"",
+    "no build for the target": r"sm\d\d build needs (arch|platform|dtype|head_dim_v)|has no \w+ build|build=\"xla\"",
     "ragged and dense": "needs sequences of one length, the call has ragged ones",
     "FP8 is not this backend": "needs backend auto or fp8, the call has",
     "beyond the recorded FP8 kernel": "needs (no causal mask|no window|sequences of one length|max_seqlen_q == max_seqlen_kv"
@@ -95,7 +95,8 @@ def packed_answer(call: AttentionCall, build: str | None, is_extended: bool) -> 
                 return "gqa_prefill_square_fwd_kernel"
             return "gqa_prefill_causal_fwd_kernel"
         key = "gqa_prefill_fwd_kernel"
-    return key if builds_of(call, build, is_hopper_only=False, has_sm90=call.dtype in HALF) else "no build for the target"
+    has_sm90 = call.dtype in HALF and (call.is_uniform or call.head_dim != 96)
+    return key if builds_of(call, build, is_hopper_only=False, has_sm90=has_sm90) else "no build for the target"
 
 
 def decode_answer(call: AttentionCall, build: str | None, is_extended: bool) -> str:
