@@ -10,13 +10,14 @@ What makes it fast:
 - Each other warpgroup owns 64 query rows. While the tensor cores multiply P of one KV tile with V, it works out the next
   tile's P: Q K^T of the next tile is issued before, and its softmax runs under the product with V.
 - The warpgroups take turns to issue their products, so that one's exponentials run under the other's products.
-- Programs are persistent, one per SM. Items that read the same keys are neighbours, longest first; the heads of a group
-  share the K and V tiles of an item where the group's size allows it.
+- Sums are rescaled only where a maximum has moved far, and row sums reduced across threads once.
+- Programs are persistent, one per SM. Items that read the same keys are neighbours, longest first; turns run through the
+  programs there and back, so that all end together; the heads of a group share the K and V tiles of an item.
 - KV tiles are visited from the last to the first: the diagonal and the tail are masked first, the middle runs unmasked.
 - A tile of the cache is as many copies as it has pages; page ids are looked up, and holes marked, before the launch.
 
-FlashAttention-3 (Shah et al., 2024) for the producer, the turns and the overlap within a warpgroup; Mosaic GPU's sample in
-JAX showed that they can be said in Pallas.
+FlashAttention-3 (Shah et al., 2024) for the producer, the turns and the overlap within a warpgroup, FlashAttention-4 for
+maxima that may lag; Mosaic GPU's sample in JAX showed that these can be said in Pallas.
 """
 
 from __future__ import annotations
@@ -473,7 +474,8 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
     def scored(dots: Array) -> Array:
         if call.softcap is not None:
             bound, rate = call.softcap * softmax.LOG2_E, call.softmax_scale * 2.0 * softmax.LOG2_E / call.softcap
-            return bound - (2.0 * bound) / (1.0 + jnp.exp2(dots * rate))
+            grown = jnp.exp2(jnp.minimum(dots * rate, 126.0))
+            return bound * ((grown - 1.0) / (grown + 1.0))
         if call.softmax_scale <= 0:
             return dots * (-1.0 if call.softmax_scale < 0 else 0.0)
         return dots
