@@ -638,16 +638,19 @@ def _rescaled(plan: Plan, sums: Array, kept: Array) -> Array:
     return lax.cond(_differs_in_warp(kept), lambda x: x * _by_row(kept, x), lambda x: x, sums)
 
 
-@plgpu.inline_mgpu(
-    arg_types=(WGMMA.reduce(1),), return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
-)
-def _differs_in_warp(_: Any, kept: Any) -> Any:
+def _differs_in_warp(kept: Array) -> Array:
     """Whether a row of this thread's warp has a factor other than 1."""
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    factors = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in kept.registers.flat]
-    one, everyone = arith.constant(f32, ir.FloatAttr.get(f32, 1.0)), arith.constant(i32, ir.IntegerAttr.get(i32, -1))
-    differs = functools.reduce(arith.ori, [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors])
-    return mgpu.FragmentedArray.splat(nvvm.vote_sync(everyone, differs, "any"), (), is_signed=False)
+
+    def vote(_: Any, kept: Any) -> Any:
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        factors = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in kept.registers.flat]
+        one, everyone = arith.constant(f32, ir.FloatAttr.get(f32, 1.0)), arith.constant(i32, ir.IntegerAttr.get(i32, -1))
+        differs = functools.reduce(arith.ori, [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors])
+        return mgpu.FragmentedArray.splat(nvvm.vote_sync(everyone, differs, "any"), (), is_signed=False)
+
+    answer = plgpu.ShapeDtypeStruct((), np.dtype(bool), layout=plgpu.Layout.WG_SPLAT(()))
+    inlined: Any = plgpu.inline_mgpu(arg_types=(WGMMA.reduce(1),), return_type=answer)(vote)
+    return inlined(kept)
 
 
 def _settled(plan: Plan, *arrays: Array) -> tuple[Array, ...]:
