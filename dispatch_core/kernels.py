@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -98,6 +99,13 @@ class Kernel:
     region: Region
     builds: tuple[Build, ...]
     general: bool = False
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.key, self.region, self.builds, self.general))
+
+    def __hash__(self) -> int:
+        return self._hash  # every decision is looked up by its kernels
 
     def build_for(self, call: AttentionCall, build: str | None = None) -> Build | None:
         """The first build that serves the call, or None; `build` admits that name alone."""

@@ -15,9 +15,9 @@ from dispatch_core.calls import FLOAT8, HALF_TYPES, AttentionCall
 MAX_DECODE_TOKENS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Condition:
-    """One fact a kernel needs.
+    """One fact a kernel needs. Conditions are equal to themselves alone, which also makes looking up decisions fast.
 
     Attributes:
       text: the rule, read after "needs" ("head_dim 128").

@@ -68,6 +68,11 @@ class Plan(prefill_plan.Plan):
     has_lengths: bool
     page_size: int = 0
 
+    def __post_init__(self) -> None:
+        tile = self.tile
+        if tile.block_q != ROWS * tile.num_warpgroups or tile.block_kv % ROWS:
+            raise ValueError(f"sm90 prefill: {tile}; need block_q of 64 for each warpgroup and block_kv in whole 64s.")
+
     @property
     def pieces(self) -> int:
         """Copies that a KV tile takes: one a page where it holds several."""

@@ -125,6 +125,15 @@ def test_no_tokens(op: str) -> None:
     check_case(case, *(np.asarray(x) for x in launch(call, TWO, interpret=True, **arrays)))
 
 
+@pytest.mark.parametrize("tile", [TileConfig(128, 64), TileConfig(128, 80, num_warpgroups=2)])
+def test_a_tile_that_the_kernel_cannot_take_is_refused(tile: TileConfig) -> None:
+    launch, call, arrays = call_and_arrays(random_case("gqa_prefill", 0, (), dtype="bfloat16", head_dim=64), DEVICES["H200"])
+    with pytest.raises(
+        ValueError, match=r"^sm90 prefill: TileConfig\(.*\); need block_q of 64 for each warpgroup and block_kv"
+    ):
+        launch(call, tile, interpret=True, **arrays)
+
+
 @pytest.mark.newest_jax
 def test_values_that_differ_in_head_size() -> None:
     check(random_case("gqa_prefill", 1, (), **shape((70,), (130,), head_dim=192) | {"head_dim_v": 128, "dtype": "float16"}))
