@@ -7,7 +7,7 @@ faster build arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -108,19 +108,23 @@ class Kernel:
         return self._hash  # every decision is looked up by its kernels
 
     def build_for(self, call: AttentionCall, build: str | None = None) -> Build | None:
-        """The first build that serves the call, or None; `build` admits that name alone."""
-        named = (b for b in self.builds if build is None or b.name == build)
-        return next((b for b in named if not b.refusals(call, is_named=build is not None)), None)
+        """The first build that serves the call, None where the kernel does not serve it; `build` admits that name alone."""
+        if not self.region.serves(call):
+            return None
+        return next((b for b in self._named(build) if not b.refusals(call, is_named=build is not None)), None)
 
     def refusals(self, call: AttentionCall, build: str | None = None) -> tuple[str, ...]:
         """Why the kernel does not serve the call: its builds' reasons, then its region's; empty when it does."""
+        by_build = {b.name: b.refusals(call, is_named=build is not None) for b in self._named(build)}
         reasons: tuple[str, ...] = ()
-        if self.build_for(call, build) is None:
-            named = tuple(b for b in self.builds if build is None or b.name == build)
-            reasons = tuple(f"{b.name} build {why}" for b in named for why in b.refusals(call, is_named=build is not None))
-            if not named:
-                reasons = (f"has no {build} build" if build else "has no builds",)
+        if not by_build:
+            reasons = (f"has no {build} build" if build else "has no builds",)
+        elif all(by_build.values()):
+            reasons = tuple(f"{name} build {why}" for name, refused in by_build.items() for why in refused)
         return reasons + self.region.refusals(call)
+
+    def _named(self, build: str | None) -> Iterator[Build]:
+        return (b for b in self.builds if build is None or b.name == build)
 
 
 DENSE_PREFILL_KEYS = ("gqa_prefill_square_fwd_kernel", "gqa_prefill_causal_fwd_kernel", "gqa_prefill_fwd_kernel")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from dispatch_core.calls import AttentionCall
 from dispatch_core.kernels import CATALOGUE, Build, Kernel
@@ -98,35 +98,29 @@ def _choose(
     keys: tuple[str, ...], installed: tuple[Kernel, ...], call: AttentionCall, replaced: frozenset[str], build: str | None
 ) -> Choice:
     kernels = dict(zip(keys, installed, strict=True))
-    asked = candidates(keys, call, kernels, replaced, build)
-    serving = [c for c in asked if not c.refusals]
-    chosen = [c for c in serving if not c.is_general] or serving
-    refused = [c for c in asked if c.refusals and c.is_replacement]
+    builds = {key: kernel.build_for(call, build) for key, kernel in kernels.items()}
+    serving = {key: found for key, found in builds.items() if found is not None}
+    chosen = [key for key in serving if not kernels[key].general] or list(serving)
     if len(chosen) > 1:
-        tied = ", ".join(c.key for c in chosen)
         raise AmbiguousDispatchError(
-            f"dispatch is ambiguous: {tied} all serve this call with the same standing.\n  call: {call}"
+            f"dispatch is ambiguous: {', '.join(chosen)} all serve this call with the same standing.\n  call: {call}"
         )
-    if not chosen or (refused and not chosen[0].is_replacement):
-        _refuse(asked, refused, chosen[0].key if chosen else None, call, build)
-    kernel = kernels[chosen[0].key]
-    serving_build = kernel.build_for(call, build)
-    assert serving_build is not None, "a kernel without refusals has a build"
-    return Choice(chosen[0].key, kernel, serving_build)
+    is_refused = any(key in replaced for key in kernels.keys() - serving.keys())
+    if not chosen or (is_refused and chosen[0] not in replaced):
+        raise _refusal(candidates(keys, call, kernels, replaced, build), chosen[0] if chosen else None, call, build)
+    return Choice(chosen[0], kernels[chosen[0]], serving[chosen[0]])
 
 
-def _refuse(
-    asked: tuple[Candidate, ...], refused: list[Candidate], shipped: str | None, call: AttentionCall, build: str | None
-) -> NoReturn:
+def _refusal(asked: tuple[Candidate, ...], shipped: str | None, call: AttentionCall, build: str | None) -> ValueError:
     facts = f"  call: {call}" + (f"\n  build: {build}" if build else "")
+    refused = [c for c in asked if c.refusals and c.is_replacement]
     if not refused:
-        raise NoImplementationError(f"no implementation serves this call.\n{_reasons(asked)}\n{facts}")
-    names = ", ".join(c.key for c in refused)
-    lead = f"the kernel supplied for {names} refuses this call"
+        return NoImplementationError(f"no implementation serves this call.\n{_reasons(asked)}\n{facts}")
+    lead = f"the kernel supplied for {', '.join(c.key for c in refused)} refuses this call"
     if shipped is not None:
         remedy = f"; the shipped {shipped} would serve it and must not stand in. Drop the replacement or widen its region."
-        raise ReplacementRefusedError(f"{lead}{remedy}\n{_reasons(refused)}\n{facts}")
-    raise ReplacementRefusedError(f"{lead}, and no implementation serves this call.\n{_reasons(asked)}\n{facts}")
+        return ReplacementRefusedError(f"{lead}{remedy}\n{_reasons(refused)}\n{facts}")
+    return ReplacementRefusedError(f"{lead}, and no implementation serves this call.\n{_reasons(asked)}\n{facts}")
 
 
 def _reasons(asked: tuple[Candidate, ...] | list[Candidate]) -> str:
