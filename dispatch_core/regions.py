@@ -203,3 +203,22 @@ PAGED_FP8 = Region("paged prefill, FP8 cache", (NOT_FP8, NO_ROPE, FP8_CACHE))
 PAGED_FP8_ROPE = Region("paged prefill with rope, FP8 cache", (NOT_FP8, ROPE, FP8_CACHE))
 
 MOSAIC_PREFILL = Region("Mosaic prefill", (HALF, OUT_AS_IN, HEADS_IN_SWIZZLES, ROWS_ALONE, PAGES_IN_TILES))
+
+ROWS_OF_A_TILE = Condition(
+    "at most 64 query rows (tokens times query heads) per KV head",
+    lambda call: call.group_size * call.max_seqlen_q <= 64,
+    lambda call: call.group_size * call.max_seqlen_q,
+)
+HEADS_OF_64_OR_128 = Condition(
+    "head_dim and head_dim_v 128, or 64 and an even number of query heads per KV head",
+    lambda call: call.head_dim == call.v_dim and (call.head_dim == 128 or (call.head_dim == 64 and call.group_size % 2 == 0)),
+    lambda call: f"{call.head_dim} and {call.v_dim}, {call.group_size} query heads",
+)
+CAPACITY_IN_OCTETS = Condition(
+    "pages, or a capacity in multiples of 8",
+    lambda call: call.paging is not None or call.max_seqlen_kv % 8 == 0,
+    lambda call: call.max_seqlen_kv,
+)
+MOSAIC_DECODE = Region(
+    "Mosaic decode", (HALF, OUT_AS_IN, HEADS_OF_64_OR_128, ROWS_OF_A_TILE, CAPACITY_IN_OCTETS, PAGES_IN_TILES)
+)

@@ -148,6 +148,12 @@ def mosaic_prefill_bytes(tile: TileConfig, shape: Shape) -> int:
     return elements * shape.q_bytes + 4 * KIB
 
 
+def mosaic_decode_bytes(tile: TileConfig, shape: Shape) -> int:
+    """Q once, a float32 O, a ring of K and V tiles, and 4 KiB for barriers, lse and Mosaic."""
+    ring = tile.num_stages * tile.block_kv * (shape.head_dim + shape.v_dim)
+    return (tile.block_q * shape.head_dim + ring) * shape.q_bytes + tile.block_q * shape.v_dim * 4 + 4 * KIB
+
+
 def staged_bytes(tile: TileConfig, shape: Shape) -> int:
     """One K and one V tile."""
     return tile.block_kv * (shape.head_dim + shape.v_dim) * shape.kv_bytes
@@ -309,6 +315,23 @@ _SM80_DECODE = Policy(
     max_splits=MAX_SPLITS,
 )
 
+_FULL_RING = "derived: the longest ring of 32 KiB tiles beside the queries and the float32 output"
+
+_SM90_DECODE = Policy(
+    shared_bytes=mosaic_decode_bytes,
+    tables=(
+        Table(
+            90,
+            227 * KIB,
+            (
+                Row(2, 64, TileConfig(64, 128, num_stages=6), _FULL_RING),
+                Row(2, 128, TileConfig(64, 64, num_stages=5), _FULL_RING),
+            ),
+        ),
+    ),
+    safe_tiles=(TileConfig(64, 64, num_stages=1),),
+)
+
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "xla_prefill": Policy(_nothing_shared, (), (TileConfig(512, 1024),)),
@@ -316,6 +339,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "sm80_prefill": _SM80_PREFILL,
         "sm80_decode": _SM80_DECODE,
         "sm90_prefill": _SM90_PREFILL,
+        "sm90_decode": _SM90_DECODE,
         "staged": Policy(staged_bytes, (), (TileConfig(64, 64), TileConfig(32, 32), TileConfig(16, 16)), partition=512),
     }
 )

@@ -1,4 +1,4 @@
-"""python -m jax_ops {demo, explain, bench, tune, doctor}."""
+"""python -m jax_ops {demo, explain, bench, step, tune, doctor}."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ COMMANDS = {
     "demo": ("jax_ops.demo.cli", "generate text with a real model through the paged ops"),
     "explain": ("jax_ops.tools.explain", "which kernel serves a call, and why"),
     "bench": ("jax_ops.tools.bench", "device times beside other implementations"),
+    "step": ("jax_ops.tools.step", "decode steps of many layers in one program, beside their kernels' times"),
     "tune": ("jax_ops.tools.tune", "the tiles of a build, timed on this device"),
     "doctor": ("jax_ops.tools.doctor", "what runs here; a block for a bug report"),
 }

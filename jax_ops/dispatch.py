@@ -182,7 +182,7 @@ def _launch_on(request: Request, device: Device, arrays: Arrays) -> tuple[jax.Ar
     call = facts(request, arrays, device)
     choice = _decide(request, call)
     tile = select_tile_config(call, choice.build)
-    launch = choice.build.launch or builds.launch_function(choice.key, choice.build.name)
+    launch = choice.build.launch or builds.launch_function(choice.key, choice.build)
     interpreted = {"interpret": True} if request.interpret and choice.build.name != "xla" else {}
     returned = launch(call, tile, **{name: arrays.get(name) for name in signature.inputs}, **interpreted)
     by_name = dict(zip(signature.outputs, returned, strict=False))

@@ -1,4 +1,4 @@
-"""The launch function behind each (key, build name): the only place that knows the catalogue and the kernels.
+"""The launch function behind a build of a key: the only place that knows the catalogue and the kernels.
 
 Modules are imported when one of their builds is first launched, so that a machine without a GPU never loads Triton.
 """
@@ -10,37 +10,33 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from dispatch_core import CATALOGUE, SLOTS, AttentionCall, TileConfig
+from dispatch_core import SLOTS, AttentionCall, Build, TileConfig
 
 Launch = Callable[..., tuple[Any, ...]]
 
 _MODULES = {
     "prefill": {"xla": "xla.prefill", "sm80": "sm80.prefill", "sm90": "sm90.prefill"},
-    "decode": {"xla": "xla.decode", "sm80": "sm80.decode", "sm90": "sm80.decode"},
-    "decode_paged": {"xla": "xla.paged", "sm80": "sm80.paged", "sm90": "sm80.paged"},
+    "decode": {"xla": "xla.decode", "sm80": "sm80.decode", "sm90": "sm90.decode"},
+    "decode_paged": {"xla": "xla.paged", "sm80": "sm80.paged", "sm90": "sm90.decode"},
     "prefill_paged": {"xla": "xla.paged", "sm80": "sm80.paged_prefill", "sm90": "sm90.prefill"},
     "append_paged": {"xla": "xla.paged", "sm80": "sm80.append"},
 }
-# Builds are named after targets, not technology: the sm90 builds of decode launch the Triton kernels, which reach the
-# memory's limit.
 _FUNCTIONS = {"decode": "decode", "decode_paged": "paged_decode", "prefill_paged": "paged_prefill", "append_paged": "append"}
 
 
 @lru_cache(maxsize=256)
-def launch_function(key: str, build: str) -> Launch:
-    """launch(call, tile, **arrays) -> results, for a shipped build.
+def launch_function(key: str, build: Build) -> Launch:
+    """launch(call, tile, **arrays) -> results, for a shipped build of a dispatch key.
 
-    Args:
-      key: a dispatch key of the catalogue.
-      build: the name of one of its builds.
+    A build is named after its target. Which kernel it is, the family of its tiles says: the sm90 builds of the batch-1 decode
+    keys have tiles of Triton's.
     """
-    if build not in {b.name for b in CATALOGUE[key].builds}:
-        raise KeyError(f"{key} has no {build} build")
+    kind = (build.tiles or build.name).split("_")[0]
     if key in SLOTS["prefill"]:
-        module = import_module(f"pallas_kernels.{_MODULES['prefill'][build]}")
+        module = import_module(f"pallas_kernels.{_MODULES['prefill'][kind]}")
         return _prefill(module.dense_prefill, module.packed_prefill)
     slot = next(slot for slot in _FUNCTIONS if key in SLOTS[slot])
-    return getattr(import_module(f"pallas_kernels.{_MODULES[slot][build]}"), _FUNCTIONS[slot])
+    return getattr(import_module(f"pallas_kernels.{_MODULES[slot][kind]}"), _FUNCTIONS[slot])
 
 
 def _prefill(dense: Launch, packed: Launch) -> Launch:

@@ -67,9 +67,10 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def on(target: str, *rest: Any) -> Any:
-    """Parameters of a test that compiles for a target; `make test` does it on both ends of the jax range for the H200 alone."""
-    return pytest.param(target, *rest, marks=[] if target.startswith("h200") else pytest.mark.oldest_jax)
+def on(target: str, *rest: Any, is_on_both: bool = True) -> Any:
+    """Parameters of a test that compiles for a target: on both ends of the jax range for the H200 and if said so."""
+    marks = [] if target.startswith("h200") and is_on_both else pytest.mark.oldest_jax
+    return pytest.param(target, *rest, marks=marks)
 
 
 @dataclass(frozen=True)

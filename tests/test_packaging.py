@@ -1,6 +1,7 @@
 """What is shipped, what dispatch_core needs and costs to import, and how the Makefile finds an interpreter."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"dispatch_core", "pallas_kernels", "jax_ops"}
 IMPORT_SECONDS = 0.050
+ON_OLDEST = re.compile(r"mark\.oldest_jax|aot\.on\(")
 
 # Runs in a fresh interpreter: {package} must import although nothing but itself and the standard library can be.
 IMPORT_ALONE = """
@@ -180,3 +182,13 @@ def test_no_python_at_all(checkout):
     done = find_python(checkout, checkout / "bin")
     assert done.returncode == 1
     assert "no python3 on PATH" in done.stderr
+
+
+def test_what_only_the_oldest_jax_runs_is_in_its_list():
+    run = ("test_aot.py", "pallas_kernels/sm80/", "pallas_kernels/sm90/")
+    assert all(f"tests/{name.rstrip('/')}" in (ROOT / "Makefile").read_text() for name in run)
+    marked = [
+        path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py") if ON_OLDEST.search(path.read_text())
+    ]
+    assert marked
+    assert [path for path in marked if not path.as_posix().startswith(run)] == []

@@ -60,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(
-    work: Workload, device: Device, peers: dict[str, Callable[[Workload], rivals.Run]], build: str | None = None
-) -> dict[str, Any]:
+def measure(work: Workload, device: Device, peers: dict[str, rivals.Rival], build: str | None = None) -> dict[str, Any]:
     """Times one workload here and by each peer, interleaved in this process on the same inputs.
 
     Returns:
@@ -86,7 +84,8 @@ def measure(
     for name, make in peers.items():
         try:
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what rivals are written for
-                rival = timed(make(work), work, sets)
+                run = make(work)
+                rival = timed(run.call, work, [jax.jit(run.layout)(arrays) for arrays in sets])
             row["rivals"][name] = {"seconds": rival, "speedup": rival / seconds}
         except rivals.Refused as why:
             row["rivals"][name] = {"refused": str(why)}

@@ -33,6 +33,12 @@ def device_seconds(run: Callable[[], Any], *, warm_seconds: float, min_runs: int
     return statistics.median(_host_seconds(run) for _ in range(runs))
 
 
+def elapsed_seconds(run: Callable[[], Any], *, warm_seconds: float, runs: int) -> float:
+    """Median time by the host's clock until the results of a `run()` are there, after the load ran for warm_seconds."""
+    _warm(run, warm_seconds)
+    return statistics.median(_host_seconds(run) for _ in range(runs))
+
+
 def _warm(run: Callable[[], Any], seconds: float) -> float:
     """Runs for a while and returns the time of one run by the host's clock."""
     jax.block_until_ready(run())

@@ -93,7 +93,7 @@ def tuned(work: Workload, build: str | None, tiles: Iterable[TileConfig] | None 
     shipped = next(b for b in CATALOGUE[choice.key].builds if b.name == choice.build)
     found = []
     for tile in candidates(choice.call, shipped, tiles):
-        replaced = replace(shipped, launch=partial(_launch_with, tile, launch_function(choice.key, shipped.name)))
+        replaced = replace(shipped, launch=partial(_launch_with, tile, launch_function(choice.key, shipped)))
         kernels = {choice.key: replace(CATALOGUE[choice.key], builds=(replaced,))}
         row: dict[str, Any] = {"name": work.name, "kernel": choice.key, "build": choice.build, "tile": text_of(tile)}
         row |= {"is_chosen": tile == choice.tile, "seconds": None, "tflops": None, "error": None}

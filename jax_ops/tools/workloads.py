@@ -32,6 +32,7 @@ class Workload:
       dtype: element type of q, and of k and v but for an FP8 cache.
       is_causal, window: the mask.
       lengths: keys of each sequence where they are uneven; () otherwise.
+      chunks: query tokens of each sequence where those of a paged prefill are uneven; () otherwise.
       page_size: tokens per page of a paged cache.
       kv_dtype: element type of the cache; None: dtype.
     """
@@ -48,6 +49,7 @@ class Workload:
     is_causal: bool = True
     window: tuple[int | None, int | None] | None = None
     lengths: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
     page_size: int = 0
     kv_dtype: str | None = None
 
@@ -64,7 +66,9 @@ class Workload:
     @property
     def q_lengths(self) -> tuple[int, ...]:
         """Query tokens of each sequence; a packed sequence attends to itself."""
-        return self.kv_lengths if self.op == "prefill_packed" and self.lengths else (self.q_len,) * self.batch
+        if self.op == "prefill_packed" and self.lengths:
+            return self.kv_lengths
+        return self.chunks or (self.q_len,) * self.batch
 
     @property
     def flops(self) -> int:
@@ -104,7 +108,7 @@ class Workload:
             lengths = {"kv_lengths": jnp.asarray(self.kv_lengths, jnp.int32)}
             return _normal(seed + 1, {"q": (self.batch, *queries)}, self.dtype) | pools | {"page_table": table} | lengths
         chunk = {"q": (q_tokens, *queries), "k": (q_tokens, *keys), "v": (q_tokens, *keys)}
-        cached = jnp.asarray([n - self.q_len for n in self.kv_lengths], jnp.int32)
+        cached = jnp.asarray(self.kv_lengths, jnp.int32) - jnp.asarray(self.q_lengths, jnp.int32)
         rows = {"page_table": table, "cu_seqlens_q": _bounds(self.q_lengths), "cache_lengths": cached}
         return _normal(seed + 1, chunk, self.dtype) | pools | rows
 
@@ -120,7 +124,7 @@ class Workload:
         if self.op == "prefill_packed":
             options |= {"max_seqlen_q": max(self.q_lengths), "max_seqlen_kv": max(self.kv_lengths)}
         if self.op == "prefill_paged":
-            options["max_seqlen_q"] = self.q_len
+            options["max_seqlen_q"] = max(self.q_lengths)
         result = getattr(jax_ops, f"gqa_{self.op}")(**arrays, window=self.window, **options)
         return result[0] if isinstance(result, tuple) else result
 
@@ -169,7 +173,13 @@ def _paged(name: str, lengths: tuple[int, ...], page_size: int, **changes: Any) 
 
 _PACK = (4321, 700, 2600, 129, 3334, 1100, 200, 4000)
 _RAGGED_32, _RAGGED_128 = _uneven(32, 1024, 8192, 1), _uneven(128, 1024, 8192, 2)
-_APPEND = (4608, 6144, 7168, 8704)
+_APPEND, _UNEVEN_CHUNKS = (4608, 6144, 7168, 8704), (1500, 37, 1, 510)
+
+
+def _append(name: str, q_len: int, lengths: tuple[int, ...], page_size: int, **changes: Any) -> Workload:
+    name = f"append {name}, page {page_size}{', FP8 cache' if 'kv_dtype' in changes else ''}"
+    return Workload(name, "prefill_paged", len(lengths), q_len, max(lengths), lengths=lengths, page_size=page_size, **changes)
+
 
 WORKLOADS: tuple[Workload, ...] = (
     *(_causal(b, s) for b, s in ((4, 512), (8, 1024), (4, 2048), (2, 4096), (1, 16384))),
@@ -191,8 +201,9 @@ WORKLOADS: tuple[Workload, ...] = (
     _paged("paged 128 ragged, page 64", _RAGGED_128, 64),
     _paged("paged 1x32768, page 64", (32768,), 64),
     _paged("paged 32 ragged, page 64, FP8 cache", _RAGGED_32, 64, kv_dtype=FLOAT8),
-    *(
-        Workload(f"append 4x512 to 4K..8K, page {p}", "prefill_paged", 4, 512, max(_APPEND), lengths=_APPEND, page_size=p)
-        for p in (64, 16)
-    ),
+    *(_append("4x512 to 4K..8K", 512, _APPEND, page) for page in (64, 16)),
+    _append("4x512 to 4K..8K", 512, _APPEND, 64, kv_dtype=FLOAT8),
+    _append("uneven chunks to 4K..8K", max(_UNEVEN_CHUNKS), _APPEND, 64, chunks=_UNEVEN_CHUNKS),
+    _append("1x2048 to 32K", 2048, (32768 + 2048,), 64),
+    Workload("chunk 1x2048 of 34K", "prefill", 1, 2048, 32768 + 2048),  # the same pairs without pages
 )

@@ -29,29 +29,33 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from dispatch_core.calls import AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import prefill_plan, softmax
 from pallas_kernels.common.prefill_plan import Requests, packed_requests, tile_owners
 from pallas_kernels.sm80.append import rotated_and_appended
+from pallas_kernels.sm90.blocks import (
+    OCTET,
+    ROWS,
+    WGMMA,
+    accumulated,
+    by_row,
+    is_paged,
+    keep_rows,
+    rescaled,
+    score_scale,
+    scored,
+    settled,
+    tile_width,
+    weighed,
+)
 
 Array = jax.Array
-WGMMA = plgpu.Layout.WGMMA
-ROWS = 64  # of a warpgroup's products
-OCTET = 8  # rows of swizzled memory that belong together
 REGISTERS = 65536 // 128  # of a multiprocessor, by the threads of a warpgroup
-# Where top * scale passes 2**29, exp2 of a rounded product minus another is no longer near 1 at the maximum itself, and
-# overflows from 2**31 on. Scores that differ at all still differ by 2**5 or more: their weights are 0 and 1 either way.
-STEEPEST = 127 + 28  # as float32 stores the exponent
-LAG = 8.0  # of a row's base behind its maximum, in powers of two: weights stay below 2**8, and the sums are seldom rescaled
 
 
 @dataclass(frozen=True)
@@ -330,10 +334,6 @@ def _at(plan: Plan, index: Array, rows: Any, head: Array) -> tuple[Any, ...]:
     return (rows, head) if plan.is_packed else (index, rows, head)
 
 
-def _by_row(x: Array, like: Array) -> Array:
-    return lax.broadcast_in_dim(x, like.shape, [0])
-
-
 class Ring(NamedTuple):
     """The shared memory of a program, and the barriers over it: `ready` when filled, `free` when read by every warpgroup."""
 
@@ -400,7 +400,7 @@ def _produce(refs: dict[str, Any], ring: Ring, plan: Plan, turns: Array) -> None
             def _() -> None:
                 copy("v", ring.v, ring.v_raw)
                 plgpu.barrier_wait(ring.v_raw)
-                _keep_rows(plan, ring.v.at[slot], begin, end, pages)
+                keep_rows(ring.v.at[slot], begin, end, pages, piece)
                 plgpu.commit_smem()
                 for _ in range(plan.pieces):
                     plgpu.barrier_arrive(ring.v_ready.at[slot])
@@ -428,32 +428,6 @@ def _all_pages(plan: Plan) -> int:
     return (1 << plan.pieces) - 1
 
 
-def _tile_width(columns: int) -> int:
-    """Elements of a swizzled row: the widest swizzle that divides the columns."""
-    return 64 if columns % 64 == 0 else 32
-
-
-def _keep_rows(plan: Plan, v: Any, begin: Array, end: Array, pages: Array | None) -> None:
-    """Zeroes a tile's rows outside [begin, end) or of no page: what lies there may be NaN, and 0 * NaN is NaN."""
-    rows, columns = v.shape
-    width = _tile_width(columns)
-    for row in range(0, rows, ROWS):
-        for column in range(0, columns, width):
-            block = v.at[pl.ds(row, ROWS), pl.ds(column, width)]
-            x = plgpu.layout_cast(block[...], WGMMA)
-            number = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WGMMA) + row
-            is_kept = (number >= begin) & (number < end)
-            if pages is not None:
-                is_kept = is_kept & _is_paged(plan, number, pages)
-            block[...] = jnp.where(is_kept, x, jnp.zeros_like(x))
-
-
-def _is_paged(plan: Plan, key: Array, pages: Array) -> Array:
-    """Which keys of a KV tile have a page that exists."""
-    page = lax.div(key, jnp.full_like(key, plan.tile.block_kv // plan.pieces))
-    return lax.shift_right_logical(jnp.full_like(key, pages), page) & 1 == 1
-
-
 class State(NamedTuple):
     """Online softmax of a warpgroup's rows.
 
@@ -474,16 +448,7 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
     """Attends the items' rows of this warpgroup."""
     warpgroup = lax.axis_index("wg")
     call, stages, block_kv, dtype = plan.call, plan.tile.num_stages, plan.tile.block_kv, refs["q"].dtype
-    scale = 1.0 if call.softcap is not None else abs(call.softmax_scale) * softmax.LOG2_E or 1.0
-
-    def scored(dots: Array) -> Array:
-        if call.softcap is not None:
-            bound, rate = call.softcap * softmax.LOG2_E, call.softmax_scale * 2.0 * softmax.LOG2_E / call.softcap
-            grown = jnp.exp2(jnp.minimum(dots * rate, 126.0))
-            return bound * ((grown - 1.0) / (grown + 1.0))
-        if call.softmax_scale <= 0:
-            return dots * (-1.0 if call.softmax_scale < 0 else 0.0)
-        return dots
+    scale = score_scale(call)
 
     def masked(scores: Array, request: Request, run: Run, tile: Array, row: Array) -> Array:
         """The scores of the keys that a row sees; `row` is the token of each."""
@@ -492,25 +457,15 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         end = jnp.full_like(row, run.end)
         if run.right is not None:
             end = jnp.minimum(end, position + (run.right + 1))
-        seen = column < _by_row(end - first, scores)
+        seen = column < by_row(end - first, scores)
         if run.has_left_edges:
             begin = jnp.full_like(row, run.begin)
             if plan.left is not None:
                 begin = jnp.maximum(begin, position - plan.left)
-            seen = seen & (column >= _by_row(begin - first, scores))
+            seen = seen & (column >= by_row(begin - first, scores))
         if run.is_cached:
-            seen = seen & _is_paged(plan, column, refs["page_bits"][request.index, tile])
+            seen = seen & is_paged(column, refs["page_bits"][request.index, tile], block_kv // plan.pieces)
         return jnp.where(seen, scores, -jnp.inf)
-
-    def weighed(scores: Array, top: Array, total: Array, is_edge: bool) -> tuple[Array, Array, Array, Array]:
-        """Weights, what the sums are to be multiplied by, and the new top and total."""
-        seen = jnp.max(_by_octet(jnp.maximum, scores), axis=1)
-        new_top = jnp.where(seen > top + min(LAG / scale, 2.0**100), seen, top)
-        base = softmax.finite_base(new_top) if is_edge else new_top
-        rate = _gentle(scale, base)
-        p = jnp.exp2(scores * _by_row(rate, scores) - _by_row(base * rate, scores))
-        kept = jnp.exp2((top - base) * rate)
-        return p, kept, new_top, _by_octet(jnp.add, p, total * _by_row(kept, total))
 
     def take_turn() -> None:
         if plan.takes_turns:
@@ -540,7 +495,9 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         plgpu.barrier_arrive(ring.k_free.at[slot_of(0)])
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), WGMMA.reduce(1))
         zero = plgpu.layout_cast(jnp.zeros((ROWS, OCTET), jnp.float32), WGMMA)
-        p, _, top, total = weighed(masked(scored(dots), request, runs[0], runs[0].stop - 1, row), nothing, zero, True)
+        p, _, top, total = weighed(
+            scale, masked(scored(call, dots), request, runs[0], runs[0].stop - 1, row), nothing, zero, True
+        )
         plgpu.barrier_wait(ring.v_ready.at[slot_of(0)])
         sums = plgpu.layout_cast(jnp.zeros((ROWS, call.v_dim), jnp.float32), WGMMA)
 
@@ -552,20 +509,22 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
 
             def products(s_ref: Any, o_ref: Any) -> State:
                 plgpu.wgmma(s_ref, q, ring.k.at[now].transpose((1, 0)))
-                finish = _accumulated(plan, state.sums, o_ref, state.p, ring.v.at[before])
+                finish = accumulated(plan.interpret, state.sums, o_ref, state.p, ring.v.at[before])
                 pass_turn()
-                [dots] = _settled(plan, s_ref[...] if plan.interpret else plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
+                [dots] = settled(
+                    plan.interpret, s_ref[...] if plan.interpret else plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                )
                 plgpu.barrier_arrive(ring.k_free.at[now])
-                scores = scored(dots)
+                scores = scored(call, dots)
                 if is_edge:
                     scores = masked(scores, request, run, run.stop - 1 - i, row)
-                p, kept, top, total = weighed(scores, state.top, state.total, is_edge)
+                p, kept, top, total = weighed(scale, scores, state.top, state.total, is_edge)
                 # This wait is also what keeps the exponentials under the product with V: ptxas would put them after the
                 # wait for it, but moves no instruction over the loop in which a barrier is polled.
                 plgpu.barrier_wait(ring.v_ready.at[now])
                 done = finish()
                 plgpu.barrier_arrive(ring.v_free.at[before])
-                p, sums = _settled(plan, p.astype(dtype), _rescaled(plan, done, kept))
+                p, sums = settled(plan.interpret, p.astype(dtype), rescaled(plan.interpret, done, kept))
                 return State(top, total, sums, p)
 
             return pl.run_scoped(products, plgpu.ACC((ROWS, block_kv), jnp.float32), plgpu.ACC((ROWS, call.v_dim), jnp.float32))
@@ -585,7 +544,7 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
 
         def last_product(o_ref: Any) -> Array:
             take_turn()
-            finish = _accumulated(plan, state.sums, o_ref, state.p, ring.v.at[last])
+            finish = accumulated(plan.interpret, state.sums, o_ref, state.p, ring.v.at[last])
             pass_turn()
             return finish()
 
@@ -598,7 +557,7 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
         top = jnp.where(live, state.top * scale, -jnp.inf)
         total = jnp.where(live, jnp.sum(state.total, axis=1), 0.0)
         weight, lse = softmax.finished_rows(top, total, sink)
-        o = jnp.where(_by_row(total, sums) == 0, 0.0, sums * _by_row(weight, sums)).astype(dtype)
+        o = jnp.where(by_row(total, sums) == 0, 0.0, sums * by_row(weight, sums)).astype(dtype)
         _store(out, ring, plan, request, q_head, o, lse)
         if plan.stores_through_q:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -619,63 +578,6 @@ def _consume(refs: dict[str, Any], out: dict[str, Any], ring: Ring, plan: Plan, 
             plgpu.barrier_wait(ring.turn.at[0])
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def _gentle(scale: float, base: Array) -> Array:
-    """The scale, or for a row with base * scale past 2**29 in magnitude as many powers of two less as it is past."""
-    exponent = (
-        lax.shift_right_logical(lax.bitcast_convert_type(base * scale, jnp.int32), jnp.full(base.shape, 23, jnp.int32)) & 255
-    )
-    excess = jnp.maximum(exponent - STEEPEST, 0)
-    return lax.bitcast_convert_type(int(np.float32(scale).view(np.int32)) - excess * 2**23, jnp.float32)
-
-
-def _by_octet(combine: Callable[[Array, Array], Array], x: Array, start: Array | None = None) -> Array:
-    """Every eighth column combined, in the order in which the columns are worked out: one thread's stay its own."""
-    octets = [x[:, i : i + OCTET] for i in range(0, x.shape[1], OCTET)]
-    return functools.reduce(combine, octets if start is None else [start, *octets])
-
-
-def _rescaled(plan: Plan, sums: Array, kept: Array) -> Array:
-    """The sums times what is kept of them; a warp in which that is all of every row saves itself the products."""
-    if plan.interpret:
-        return sums * _by_row(kept, sums)
-    return lax.cond(_differs_in_warp(kept), lambda x: x * _by_row(kept, x), lambda x: x, sums)
-
-
-def _differs_in_warp(kept: Array) -> Array:
-    """Whether a row of this thread's warp has a factor other than 1."""
-
-    def vote(_: Any, kept: Any) -> Any:
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        factors = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in kept.registers.flat]
-        one, everyone = arith.constant(f32, ir.FloatAttr.get(f32, 1.0)), arith.constant(i32, ir.IntegerAttr.get(i32, -1))
-        differs = functools.reduce(arith.ori, [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors])
-        return mgpu.FragmentedArray.splat(nvvm.vote_sync(everyone, differs, "any"), (), is_signed=False)
-
-    answer = plgpu.ShapeDtypeStruct((), np.dtype(bool), layout=plgpu.Layout.WG_SPLAT(()))
-    inlined: Any = plgpu.inline_mgpu(arg_types=(WGMMA.reduce(1),), return_type=answer)(vote)
-    return inlined(kept)
-
-
-def _settled(plan: Plan, *arrays: Array) -> tuple[Array, ...]:
-    """The arrays, computed before any product that follows: what is left of them would hold it up."""
-    return arrays if plan.interpret else tuple(lax.optimization_barrier(arrays))
-
-
-def _accumulated(plan: Plan, sums: Array, o_ref: Any, p: Array, v: Any) -> Any:
-    """Begins sums + p v, and returns what awaits it. The interpreter knows neither products of values nor set accumulators."""
-    if plan.interpret:
-
-        def multiplied() -> Array:
-            result = sums + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
-            plgpu.commit_smem()  # a product reads as TMA writes; this read does not
-            return result
-
-        return multiplied
-    o_ref[...] = sums
-    plgpu.wgmma(o_ref, p, v)
-    return lambda: _settled(plan, o_ref[...])[0]
 
 
 def _store(out: dict[str, Any], ring: Ring, plan: Plan, request: Request, q_head: Array, o: Array, lse: Array) -> None:
@@ -741,7 +643,7 @@ def _launch(plan: Plan, given: dict[str, Array], lse_shape: tuple[int, ...]) -> 
     given = given | {name: _in_octets(given[name]) for name in ("q", "k", "v")}
 
     def tiled(*shape: int) -> Any:
-        width = _tile_width(shape[-1])
+        width = tile_width(shape[-1])
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
 
     # Rows of a packed tile may be written one by one, which swizzled memory does not allow; TMA asks that each begin at a

@@ -68,6 +68,20 @@ REFUSALS: list[tuple[Region, AttentionCall, str]] = [
     ),
     (regions.PAGED_ROPE, prefill_paged(), "needs rope, the call has none"),
     (
+        regions.MOSAIC_DECODE,
+        decode(head_dim=64, q_heads=12),
+        (
+            "needs head_dim and head_dim_v 128, or 64 and an even number of query heads per KV head, "
+            "the call has 64 and 64, 3 query heads"
+        ),
+    ),
+    (
+        regions.MOSAIC_DECODE,
+        decode(max_seqlen_q=9),
+        "needs at most 64 query rows (tokens times query heads) per KV head, the call has 72",
+    ),
+    (regions.MOSAIC_DECODE, decode(max_seqlen_kv=8190), "needs pages, or a capacity in multiples of 8, the call has 8190"),
+    (
         regions.MOSAIC_PREFILL,
         packed(head_dim=80),
         "needs head_dim 32, 64, 96, 128 or 256 and the same head_dim_v, or 192 and 128, the call has 80 and 80",

@@ -355,7 +355,7 @@ def test_a_kernel_a_slot_declares_itself_is_no_replacement():
 
 def test_a_named_build_is_part_of_the_question_and_of_the_message():
     with pytest.raises(NoImplementationError) as refused:
-        select_kernel_key(DECODE_KEYS, decode(dtype="bfloat16"), build="sm90")
+        select_kernel_key(DECODE_KEYS, decode(dtype="bfloat16", head_dim=96), build="sm90")
     message = str(refused.value)
     assert re.search(r"gqa_decode_bs1_kernel +needs dtype float16, the call has bfloat16", message)
     assert message.splitlines()[-1] == "  build: sm90"

@@ -38,7 +38,8 @@ TARGETS = [DEVICES[name] for name in ("H200", "H20", "B200", "A100-80", "A10", "
 BUILDS = (None, "sm90", "sm80", "xla")
 
 REFUSED_BECAUSE = {  # a word of the answers below, and what the message must match
-    "no build for the target": r"sm\d\d build needs (arch|platform|dtype|head_dim_v)|has no \w+ build|build=\"xla\"",
+    "no build for the target": r"sm\d\d build needs (arch|platform|dtype|head_dim|at most 64|page)"
+    r"|has no \w+ build|build=\"xla\"",
     "ragged and dense": "needs sequences of one length, the call has ragged ones",
     "FP8 is not this backend": "needs backend auto or fp8, the call has",
     "beyond the recorded FP8 kernel": "needs (no causal mask|no window|sequences of one length|max_seqlen_q == max_seqlen_kv"
@@ -99,6 +100,15 @@ def packed_answer(call: AttentionCall, build: str | None, is_extended: bool) -> 
     return key if builds_of(call, build, is_hopper_only=False, has_sm90=has_sm90) else "no build for the target"
 
 
+def is_mosaic_decode(call: AttentionCall) -> bool:
+    """Whether the sm90 build of decode, which must be asked for, takes the call."""
+    group = call.q_heads // call.kv_heads
+    has_heads = call.v_dim == call.head_dim and (call.head_dim == 128 or (call.head_dim == 64 and group % 2 == 0))
+    page = None if call.paging is None else call.paging.page_size
+    has_place = call.max_seqlen_kv % 8 == 0 if page is None else page in (8, 16, 32, 64) or page % 128 == 0
+    return has_heads and has_place and group * call.max_seqlen_q <= 64
+
+
 def decode_answer(call: AttentionCall, build: str | None, is_extended: bool) -> str:
     infix = "" if call.paging is None else "paged_"
     if call.is_fp8:
@@ -120,7 +130,8 @@ def decode_answer(call: AttentionCall, build: str | None, is_extended: bool) -> 
         if is_fast and has_full_pages and builds_of(call, build, is_hopper_only=True):
             return f"gqa_decode_{infix}bs1_kernel"
         key = f"gqa_decode_{infix}kernel"
-    return key if builds_of(call, build, is_hopper_only=False) else "no build for the target"
+    has_sm90 = cache == call.dtype and call.dtype in HALF and is_mosaic_decode(call)
+    return key if builds_of(call, build, is_hopper_only=False, has_sm90=has_sm90) else "no build for the target"
 
 
 def prefill_paged_answer(call: AttentionCall, build: str | None, is_extended: bool) -> str:

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dispatch_core import DEVICES, TileConfig
 from jax_ops import __main__ as commands
 from jax_ops.tools import bench, doctor, rivals, timing, tune
+from jax_ops.tools.step import Step
 from jax_ops.tools.workloads import OPS, WORKLOADS, Workload
 
 TINY = ["--op", "prefill", "--q-len", "32", "--kv-len", "32", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16"]
@@ -33,7 +35,7 @@ def run(*argv: str) -> int:
 
 
 def test_rows_have_distinct_names_and_cover_the_record():
-    assert len({w.name for w in WORKLOADS}) == len(WORKLOADS) == 31
+    assert len({w.name for w in WORKLOADS}) == len(WORKLOADS) == 35
     assert {w.op for w in WORKLOADS} == set(OPS)
 
 
@@ -147,9 +149,79 @@ def test_what_jax_nn_is_not_asked(work, why):
         rivals.rivals()["jax xla"](work)
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        replace(SMALL, q_len=128, kv_len=128, head_dim=64),
+        replace(SMALL, op="decode", q_len=1, kv_len=4096, head_dim=64),
+        replace(SMALL, op="decode_paged", q_len=1, batch=2, lengths=(512, 300), kv_len=512, page_size=16, head_dim=64),
+    ],
+    ids=lambda work: work.op,
+)
+def test_jax_pallas_samples_trace_on_a_workloads_arrays(work):
+    arrays = jax.eval_shape(lambda: work.arrays(0))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        run = rivals._jax_pallas(work)
+        o = jax.eval_shape(run.call, jax.eval_shape(run.layout, arrays))
+    assert o.shape == jax.eval_shape(work.call, arrays).shape
+
+
+@pytest.mark.parametrize(
+    "work, why",
+    [
+        (replace(SMALL, kv_dtype="float8_e4m3fn"), "its samples take no FP8"),
+        (replace(SMALL, q_len=16), "its prefill sample is square or full, without a window, packs or pages"),
+        (replace(SMALL, op="prefill_packed"), "its prefill sample is square or full"),
+    ],
+)
+def test_what_jax_pallas_is_not_asked(work, why):
+    with pytest.raises(rivals.Refused, match=why):
+        rivals._jax_pallas(work)
+
+
+def test_uneven_chunks_append_to_what_is_cached():
+    work = replace(SMALL, op="prefill_paged", batch=2, chunks=(8, 3), lengths=(32, 17), page_size=8)
+    arrays = work.arrays(0)
+    assert arrays["cu_seqlens_q"].tolist() == [0, 8, 11] and arrays["cache_lengths"].tolist() == [24, 14]
+    assert work.call(arrays).shape == (11, 4, 16)
+
+
 def test_bench_skips_what_would_take_minutes_without_a_gpu(capsys):
     assert run("bench", "--rows", "causal 1x16384") == 0
     assert "skipped: 2199 GFLOP on a CPU; --all runs it" in capsys.readouterr().err
+
+
+# ---- step
+
+TINY_STEP = Step(layers=3, batch=2, kv_len=24, q_heads=4, kv_heads=2, head_dim=16, page_size=8, dtype="float32")
+
+
+def test_step_times_a_chain_for_each_size_of_the_pool(capsys):
+    flags = "--layers 2 --batch 2 --kv-len 32 --q-heads 4 --kv-heads 2 --head-dim 16 --page-size 8 --steps 2 --runs 2"
+    assert run("step", "--json", "--pools", "1", "3", *flags.split()) == 0
+    one, three = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert one["pool_bytes"] == 2 * 2 * 2 * 32 * 2 * 16 * 2 and three["pool_bytes"] == 3 * one["pool_bytes"]
+    assert all(row[name] > 0 for row in (one, three) for name in ("chained_seconds", "kernel_seconds"))
+    assert run("step", "--pools", "1", *flags.split()) == 0
+    assert "2 layers, pool of 0 MiB: " in (line := capsys.readouterr().out) and "us in its kernels (" in line
+
+
+def test_step_refuses_a_chain_past_its_keys(capsys):
+    assert run("step", "--steps", "8", "--kv-len", "8") == 2
+    assert "step: --steps 8 with --kv-len 8; need more keys than steps." in capsys.readouterr().err
+
+
+def test_a_chain_appends_each_layers_token_to_its_own_pages():
+    pools, rest = TINY_STEP.arrays()
+    after, q = jax.jit(TINY_STEP.chain(4))(pools, rest)
+    assert jnp.isfinite(q).all() and float(jnp.std(q)) > 0.1
+    for name in pools:
+        changed = np.asarray((after[name] != pools[name]).any(axis=(2, 3)))
+        expected = np.zeros_like(changed)
+        for layer in range(TINY_STEP.layers):
+            for row in np.asarray(rest["page_table"]) + layer * TINY_STEP.pages_per_layer:
+                expected[row[2], 4:8] = True  # tokens 20 to 23
+        assert (changed == expected).all(), name
 
 
 # ---- timing
@@ -183,7 +255,7 @@ def test_tune_times_the_tiles_given_best_first(capsys):
 def test_tune_prints_the_policys_tile_and_lists_rows(capsys):
     assert run("tune", *TINY) == 0
     assert "<- policy" in capsys.readouterr().out
-    assert run("tune", "--list", "--rows", "chunk") == 0
+    assert run("tune", "--list", "--rows", "chunk 2x") == 0
     assert capsys.readouterr().out == "chunk 2x512 of 4096\n"
 
 

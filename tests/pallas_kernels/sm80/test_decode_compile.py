@@ -1,5 +1,6 @@
 """Decode and paged decode compiled for GPUs that are not there: registers, instructions, shared memory, aliasing."""
 
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from dispatch_core import AttentionCall, Paging, RopeFacts, TileConfig, Window
 from dispatch_core.calls import FLOAT8
 from dispatch_core.tiling import POLICIES, fitting_tile, shape_of
+from jax_ops.tools.step import Step
 from pallas_kernels.sm80.decode import decode
 from pallas_kernels.sm80.paged import paged_decode
 from tests import aot
@@ -20,14 +22,15 @@ OTHER_TARGETS = ("a10", "l4", "b200", "sm120")
 
 def case(
     target: aot.Target, *, dtype: str = "bfloat16", group: int = 4, tokens: int = 1, dims: tuple[int, int] = (128, 128),
-    page: int | None = None, pages: int | None = None, new: bool = False, **facts: Any,
+    page: int | None = None, pages: int | None = None, new: bool = False, family: str = "sm80_decode",
+    launches: tuple[Any, Any] = (decode, paged_decode), **facts: Any,
 ) -> tuple[AttentionCall, aot.Case]:  # fmt: skip
     """A decode call and its launch with the policy's tile; new tokens come with donated pools."""
     call = AttentionCall(
         target.device, dtype, BATCH, KV_HEADS * group, KV_HEADS, dims[0], tokens, KEYS, head_dim_v=dims[1], is_causal=True,
         return_lse=True, paging=None if page is None else Paging(page, KEYS // page), **facts,
     )  # fmt: skip
-    tile = fitting_tile(call, "sm80_decode")
+    tile = fitting_tile(call, family)
     assert isinstance(tile, TileConfig), tile
 
     def array(*shape: int, dtype: str = dtype) -> jax.ShapeDtypeStruct:
@@ -51,7 +54,7 @@ def case(
         rest["inv_freq"] = array(call.rope.rotary_dim // 2, dtype="float32") if call.rope else None
         for name, dim in zip(("k_new", "v_new"), dims, strict=True):
             rest[name] = array(BATCH, tokens, KV_HEADS, dim) if new else None
-    launch = decode if page is None else paged_decode
+    launch = launches[page is not None]
     return call, aot.Case(lambda cache, rest: launch(call, tile, **cache, **rest), (cache, rest), donate=(0,) if new else ())
 
 
@@ -82,16 +85,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FEW = ("bf16", "float32", "fp8_page_64")
 
 
-def every_case(target: aot.Target) -> dict[str, aot.Case]:
-    return {name: case(target, **setting)[1] for name, setting in SETTINGS.items()}
+STEP = Step(pools=2)
 
 
 def few_cases(target: aot.Target) -> dict[str, aot.Case]:
     return {name: case(target, **SETTINGS[name])[1] for name in FEW}
 
 
+def other_cases(target: aot.Target) -> dict[str, aot.Case]:
+    return {name: case(target, **setting)[1] for name, setting in SETTINGS.items() if name not in FEW}
+
+
+def step_cases(target: aot.Target) -> dict[str, aot.Case]:
+    return {"step": aot.Case(STEP.chain(4, device=target.device), jax.eval_shape(STEP.arrays), donate=(0,))}
+
+
 def report(target: str, name: str) -> aot.Report:
-    cases = "every_case" if target in TARGETS else "few_cases"
+    cases = "step_cases" if name == "step" else "few_cases" if name in FEW else "other_cases"
     return aot.compile_cases(target, f"{__name__}:{cases}")[name].ok()
 
 
@@ -102,7 +112,9 @@ def attention(target: str, name: str) -> aot.Kernel:
 
 # Bytes a thread stores plus those it loads, on jax 0.12.0.1; 0 on 0.11.2.
 SPILLED_BYTES = {("a100", "float32_dim_64_page_1"): 8}
-ALL = [aot.on(t, name) for t in TARGETS for name in SETTINGS] + [aot.on(t, name) for t in OTHER_TARGETS for name in FEW]
+ALL = [aot.on(t, name, is_on_both=name in FEW) for t in TARGETS for name in SETTINGS] + [
+    aot.on(t, name) for t in OTHER_TARGETS for name in FEW
+]
 
 
 @pytest.mark.parametrize("target, name", ALL)
@@ -127,13 +139,12 @@ def test_loads_are_asynchronous_and_products_use_the_matrix_units(target: str, n
         assert products > 0
 
 
-@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
-@pytest.mark.parametrize("name", ["fp8", "fp8_page_64"])
+@pytest.mark.parametrize("target, name", [aot.on(t, n, is_on_both=n in FEW) for t in TARGETS for n in ("fp8", "fp8_page_64")])
 def test_fp8_is_converted_by_the_hardware_where_it_can(target: str, name: str) -> None:
     assert (attention(target, name).count("cvt.rn.f16x2.e4m3x2") > 0) == (target == "h200")
 
 
-@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
+@pytest.mark.parametrize("target", [aot.on(t, is_on_both=False) for t in TARGETS])
 @pytest.mark.parametrize("name", ["new_tokens", "fp8_new_token"])
 def test_new_tokens_are_written_in_place(target: str, name: str) -> None:
     _, compiled = case(aot.TARGETS[target], **SETTINGS[name])
@@ -144,7 +155,18 @@ def test_new_tokens_are_written_in_place(target: str, name: str) -> None:
     assert "scatter" not in made.hlo
 
 
-@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
+@pytest.mark.parametrize("target", ["h200"])
+def test_steps_of_many_layers_are_one_program_that_neither_copies_the_pool_nor_asks_the_host(target: str) -> None:
+    made = report(target, "step")
+    pages = STEP.pools * STEP.layers * STEP.pages_per_layer
+    assert f"bf16[{pages},64,8,128]" in made.hlo
+    assert not re.search(rf"= bf16\[{pages},[^ ]* copy[^ ]*\(", made.hlo)
+    assert made.temp_bytes < 2**25
+    assert not re.search(r" (infeed|outfeed|send|recv)(-done)?\(|[Hh]ost|S\(5\)", made.hlo)
+    assert len({k.name for k in made.kernels}) == 2, "the attention, which appends, and the merge"
+
+
+@pytest.mark.parametrize("target", [aot.on(t, is_on_both=False) for t in TARGETS])
 def test_fp8_pool_is_read_in_words_and_not_copied(target: str) -> None:
     made = report(target, "fp8_pool_past_2_to_31")
     assert made.temp_bytes < 2**28

@@ -103,14 +103,15 @@ SPILLS: dict[str, dict[str, int]] = {
 }
 
 
-def every_case(target: aot.Target) -> dict[str, aot.Case]:
-    return {name: case(target, **setting) for name, setting in SETTINGS.items()} | in_place_cases(target)
-
-
 def few_cases(target: aot.Target) -> dict[str, aot.Case]:
     return {name: case(target, **SETTINGS[name]) for name in FEW}
 
 
+def other_cases(target: aot.Target) -> dict[str, aot.Case]:
+    return {name: case(target, **setting) for name, setting in SETTINGS.items() if name not in FEW}
+
+
+IN_PLACE = ("append", "layers")
 LAYERS, PAGES, PAGE = 3, 512, 64
 
 
@@ -145,7 +146,7 @@ def in_place_cases(target: aot.Target) -> dict[str, aot.Case]:
 
 
 def report(target: str, name: str) -> aot.Report:
-    cases = {"a100": "every_case", "h200": "every_case", "h200x2": "in_place_cases"}.get(target, "few_cases")
+    cases = "in_place_cases" if name in IN_PLACE else "few_cases" if name in FEW else "other_cases"
     return aot.compile_cases(target, f"{HERE}:{cases}")[name].ok()
 
 
@@ -154,7 +155,9 @@ def attention(target: str, name: str) -> aot.Kernel:
     return kernel
 
 
-ALL = [aot.on(t, name) for t in TARGETS for name in SETTINGS] + [aot.on(t, name) for t in OTHER_TARGETS for name in FEW]
+ALL = [aot.on(t, name, is_on_both=name in FEW) for t in TARGETS for name in SETTINGS] + [
+    aot.on(t, name) for t in OTHER_TARGETS for name in FEW
+]
 
 
 @pytest.mark.parametrize(("target", "name"), ALL)
@@ -187,8 +190,10 @@ def test_fp8_is_converted_by_the_hardware_where_it_can(target: str) -> None:
     assert (attention(target, "fp8").count("cvt.rn.f16x2.e4m3x2") > 0) == (target == "h200")
 
 
-@pytest.mark.parametrize("target", [aot.on(t) for t in TARGETS])
-@pytest.mark.parametrize("name", ["page_64", "fp8", "past_2_to_31", "fp8_past_2_to_31"])
+@pytest.mark.parametrize(
+    "target, name",
+    [aot.on(t, n, is_on_both=n in FEW) for t in TARGETS for n in ("page_64", "fp8", "past_2_to_31", "fp8_past_2_to_31")],
+)
 def test_pools_are_written_in_place(target: str, name: str) -> None:
     pools = case(aot.TARGETS[target], **SETTINGS[name]).args[0]
     made = report(target, name)
@@ -198,7 +203,7 @@ def test_pools_are_written_in_place(target: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("target", [aot.on(t) for t in (*TARGETS, "h200x2")])
-@pytest.mark.parametrize("name", ["append", "layers"])
+@pytest.mark.parametrize("name", IN_PLACE)
 def test_donated_pools_are_not_copied_by_the_ops_nor_by_a_scan(target: str, name: str) -> None:
     made = report(target, name)
     assert made.alias_bytes == 2 * LAYERS * PAGES * PAGE * KV_HEADS * 128 * 2 // aot.TARGETS[target].gpus
