@@ -34,7 +34,7 @@ from dispatch_core import (
 from dispatch_core import explain as explain_call
 from jax_ops import checks, gradients, sharding
 from jax_ops.devices import resolve_device
-from jax_ops.request import Arrays, Invocation, Request, facts, normalise
+from jax_ops.request import Arrays, Invocation, Request, clamped_lengths, facts, normalise
 from jax_ops.signature import SIGNATURES
 from jax_ops.transforms import transformable
 from pallas_kernels import builds
@@ -183,6 +183,8 @@ def _launch_on(request: Request, device: Device, arrays: Arrays) -> tuple[jax.Ar
     choice = _decide(request, call)
     tile = select_tile_config(call, choice.build)
     launch = choice.build.launch or builds.launch_function(choice.key, choice.build)
+    if choice.build.launch and request.slot.startswith("decode"):
+        arrays = clamped_lengths(arrays)
     interpreted = {"interpret": True} if request.interpret and choice.build.name != "xla" else {}
     returned = launch(call, tile, **{name: arrays.get(name) for name in signature.inputs}, **interpreted)
     by_name = dict(zip(signature.outputs, returned, strict=False))

@@ -122,8 +122,8 @@ def _bounds(request: Request, size: dict[str, int], writes: bool) -> tuple[int, 
 def normalise(request: Request, arrays: Arrays) -> Arrays:
     """The arrays as every build takes them, in the order of the signature.
 
-    A token axis in decode, int32 lengths within [0, capacity], non-decreasing int32 bounds, float32 scales (batch,
-    kv_heads), sinks and frequencies.
+    A token axis in decode, int32 lengths, within [0, capacity] but for decode (see `clamped_lengths`), non-decreasing int32
+    bounds, float32 scales (batch, kv_heads), sinks and frequencies.
     """
     out = {name: jnp.asarray(arrays[name]) for name in SIGNATURES[request.slot].inputs if name in arrays}
     if request.slot.startswith("decode"):
@@ -131,17 +131,16 @@ def normalise(request: Request, arrays: Arrays) -> Arrays:
             if name in out and out[name].ndim == 3:
                 out[name] = out[name][:, None]
     tokens = out["q" if "q" in out else "k"].shape[-3]
-    if "page_table" in out:
-        keys = out["page_table"].shape[1] * out["k_pages"].shape[1]
-        if out["page_table"].dtype != jnp.int32:
-            out["page_table"] = jnp.clip(out["page_table"], -1, 2**31 - 1).astype(jnp.int32)
-    else:
-        keys = out["k"].shape[-3]
+    keys = _capacity(out)
+    if "page_table" in out and out["page_table"].dtype != jnp.int32:
+        out["page_table"] = jnp.clip(out["page_table"], -1, 2**31 - 1).astype(jnp.int32)
     limits = {"q_lengths": tokens, "cu_seqlens": tokens, "cu_seqlens_q": tokens}
     limits |= dict.fromkeys(("kv_lengths", "cache_lengths", "lengths", "cu_seqlens_kv"), keys)
     for name in limits.keys() & out.keys():
-        clamped = jnp.clip(out[name], 0, limits[name]).astype(jnp.int32)
-        out[name] = lax.cummax(clamped) if name.startswith("cu_") else clamped
+        if not (request.slot.startswith("decode") and out[name].dtype == jnp.int32):
+            out[name] = jnp.clip(out[name], 0, limits[name]).astype(jnp.int32)
+        if name.startswith("cu_"):
+            out[name] = lax.cummax(out[name])
     for name in ("sinks", "inv_freq"):
         if name in out:
             out[name] = out[name].astype(jnp.float32)
@@ -150,6 +149,21 @@ def normalise(request: Request, arrays: Arrays) -> Arrays:
             scale = out[name].astype(jnp.float32)
             out[name] = jnp.broadcast_to(scale.reshape((1,) * (2 - scale.ndim) + scale.shape), _scale_shape(out))
     return out
+
+
+def clamped_lengths(arrays: Arrays) -> Arrays:
+    """The arrays of a decode with its lengths within [0, capacity], for kernels that the caller supplied.
+
+    Not part of `normalise`, because in front of a kernel it is a launch of its own; the shipped ones see to it.
+    """
+    return arrays | {"kv_lengths": jnp.clip(arrays["kv_lengths"], 0, _capacity(arrays))}
+
+
+def _capacity(arrays: Arrays) -> int:
+    """Keys that a sequence can hold."""
+    if "page_table" in arrays:
+        return arrays["page_table"].shape[1] * arrays["k_pages"].shape[1]
+    return arrays["k"].shape[-3]
 
 
 def _scale_shape(arrays: Arrays) -> tuple[int, int]:

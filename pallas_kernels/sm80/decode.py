@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     Attributes:
       q: (B, Tq, Hq, D).
       k, v: (B, S, Hkv, D) and (B, S, Hkv, Dv), or pools (P, page_size, Hkv, ...).
-      lengths: int32 (B,): keys in the cache, with the query tokens unless they are k_new and v_new.
+      lengths: int32 (B,): keys in the cache, with the query tokens unless they are k_new and v_new; clamped to what it holds.
       page_table: int32 (B, max_pages).
       k_new, v_new: (B, Tq, Hkv, D) and (B, Tq, Hkv, Dv), keys and values of the query tokens.
       k_stored, v_stored: the same as the pools hold them.
@@ -193,7 +193,8 @@ def _split_kernel(refs: Inputs, *outs: Any, p: Problem) -> None:
     call, block_kv, w = p.call, p.tile.block_kv, _where(p)
     k_columns, v_columns = _columns_of(call.head_dim, p.pack), _columns_of(call.v_dim, p.pack)
     q = tuple(_load(refs.q, (w.b, w.token, w.q_head), w.exists, c) for c in k_columns)
-    length = refs.lengths[w.b]
+    capacity = p.page_size if refs.page_table is None else p.page_size * refs.page_table.shape[1]
+    length = jnp.minimum(jnp.maximum(refs.lengths[w.b], 0), capacity)
     first = length if refs.k_new is not None else length - p.tokens  # position of query token 0
     left = None if call.window is None else call.window.left
     low = jnp.int32(0) if left is None else jnp.maximum(first - left, 0)
@@ -409,7 +410,7 @@ def decode(
       q: (B, Tq, Hq, D).
       k: (B, S, Hkv, D).
       v: (B, S, Hkv, Dv).
-      kv_lengths: live keys, those of the query tokens included, int32 (B,).
+      kv_lengths: live keys, those of the query tokens included, int32 (B,); clamped to [0, S].
       k_scale: float32 (B, Hkv), or None.
       v_scale: float32 (B, Hkv), or None.
       sinks: float32 (Hq,), or None.

@@ -47,7 +47,8 @@ def paged_decode(
       k_pages: (P, page, Hkv, D).
       v_pages: (P, page, Hkv, Dv).
       page_table: int32 (B, max_pages).
-      kv_lengths: live keys, int32 (B,): before the append if there is one, else with the query tokens.
+      kv_lengths: live keys, int32 (B,): before the append if there is one, else with the query tokens;
+        clamped to [0, max_pages * page].
       k_new: keys of the query tokens (B, Tq, Hkv, D), or None where the cache holds them.
       v_new: their values (B, Tq, Hkv, Dv), or None.
       inv_freq: float32 (rotary_dim / 2,), or None for no rotation of q and the new keys.
@@ -60,7 +61,8 @@ def paged_decode(
     """
     tokens = q.shape[1]
     if inv_freq is not None:
-        first = kv_lengths if k_new is not None else kv_lengths - tokens
+        length = jnp.clip(kv_lengths, 0, page_table.shape[1] * k_pages.shape[1])
+        first = length if k_new is not None else length - tokens
         position = jnp.expand_dims(first, 1) + jnp.arange(tokens, dtype=jnp.int32).reshape(1, tokens)
         q = rotated(q, position, inv_freq, call.rope)
         k_new = None if k_new is None else rotated(k_new, position, inv_freq, call.rope)

@@ -13,6 +13,9 @@ What makes it fast:
 - A second kernel merges what the shares of a sequence found, in order. It is launched while the first still runs
   (programmatic dependent launch), finds its parts, and waits for them alone.
 
+Where a sequence is cut depends on the lengths of the others, and with the cuts the last bits of its result may; the same
+batch gives the same bits.
+
 FlashDecoding (Dao, Haziza, Massa, Sizov, 2023) for the splits; the shares are those of Stream-K (Osama et al., 2023).
 """
 
@@ -147,7 +150,8 @@ class Sequence(NamedTuple):
 
 
 def _sequence(refs: dict[str, Any], plan: Plan, index: Array) -> Sequence:
-    length, block_kv = refs["lengths"][index], jnp.int32(plan.tile.block_kv)
+    block_kv = jnp.int32(plan.tile.block_kv)
+    length = jnp.minimum(jnp.maximum(refs["lengths"][index], 0), plan.capacity)
     position = length if plan.has_new else length - plan.tokens
     low = jnp.int32(0) if plan.left is None else jnp.clip(position - plan.left, 0, jnp.maximum(length - 1, 0))
     begin = lax.div(low, block_kv)
@@ -359,6 +363,7 @@ def _consume(refs: dict[str, Any], parts: dict[str, Any], ring: Ring, plan: Plan
         length, position = stretch.sequence.length, stretch.sequence.position
         plgpu.barrier_wait(ring.q_ready)
         q = plgpu.load(ring.q, layout=WGMMA, optimized=False)
+        plgpu.commit_smem()  # TMA writes there next
         plgpu.barrier_arrive(ring.q_free)
 
         def visit(slot: Array, key: Array, begin: Any, end: Array, pages: Array | None, is_plain: Array, state: State) -> State:
@@ -644,7 +649,8 @@ def paged_decode(
     Arguments and results are those of sm80's `paged_decode`; 16-bit types alone, and no scales.
     """
     (batch, tokens), (num_pages, page_size) = q.shape[:2], k_pages.shape[:2]
-    position = jnp.expand_dims(kv_lengths - (tokens if k_new is None else 0), 1)
+    length = jnp.clip(kv_lengths, 0, page_table.shape[1] * page_size)
+    position = jnp.expand_dims(length - (tokens if k_new is None else 0), 1)
     position = position + jnp.arange(tokens, dtype=jnp.int32).reshape(1, tokens)
     q = rotated(q, position, inv_freq, call.rope)
     arrays = {"q": q, "page_table": page_table, "lengths": kv_lengths, "sinks": sinks}
@@ -653,7 +659,7 @@ def paged_decode(
         k_new = rotated(k_new, position, inv_freq, call.rope)
         bounds = jnp.arange(batch + 1, dtype=jnp.int32) * tokens
         k_rows, v_rows = (x.reshape(batch * tokens, *x.shape[2:]) for x in (k_new, v_new))
-        pools = write(k_rows, v_rows, k_pages, v_pages, page_table, kv_lengths, bounds, interpret=interpret)
+        pools = write(k_rows, v_rows, k_pages, v_pages, page_table, length, bounds, interpret=interpret)
         missing = [(0, 0), (0, _octets(tokens) - tokens), (0, 0), (0, 0)]
         arrays |= {"k_new": jnp.pad(k_new, missing), "v_new": jnp.pad(v_new, missing)}
         k_pages, v_pages = pools

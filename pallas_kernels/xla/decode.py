@@ -34,7 +34,7 @@ def decode(
       q: (B, Tq, Hq, D).
       k: (B, S, Hkv, D).
       v: (B, S, Hkv, Dv).
-      kv_lengths: live keys, those of the query tokens included, int32 (B,).
+      kv_lengths: live keys, those of the query tokens included, int32 (B,); clamped to [0, S].
       k_scale: float32 (B, Hkv), or None.
       v_scale: float32 (B, Hkv), or None.
       sinks: float32 (Hq,), or None.
@@ -44,6 +44,7 @@ def decode(
     """
     capacity = k.shape[1]
     size = min(tile.block_kv, capacity)
+    kv_lengths = jnp.clip(kv_lengths, 0, capacity)
 
     def read(j: jax.Array) -> Tile:
         first = jnp.minimum(j * size, capacity - size)  # the last tile is moved back to fit, and skips what it repeats

@@ -130,7 +130,8 @@ def paged_decode(
       k_pages: (P, page_size, Hkv, D).
       v_pages: (P, page_size, Hkv, Dv).
       page_table: int32 (B, max_pages).
-      kv_lengths: live keys, int32 (B,): before the append if there is one, else with the query tokens.
+      kv_lengths: live keys, int32 (B,): before the append if there is one, else with the query tokens;
+        clamped to [0, max_pages * page].
       k_new: keys of the query tokens (B, Tq, Hkv, D), or None where the cache holds them.
       v_new: their values (B, Tq, Hkv, Dv), or None.
       inv_freq: float32 (rotary_dim / 2,), or None for no rotation of q and the new keys.
@@ -142,8 +143,9 @@ def paged_decode(
       o (B, Tq, Hq, Dv) in the call's output type, lse float32 (B, Tq, Hq) or None, and with new keys both pools.
     """
     zero = common_zero(q, k_pages, v_pages, page_table, kv_lengths, k_new, v_new, inv_freq, k_scale, v_scale, sinks)
-    batch, tokens = q.shape[:2]
+    (batch, tokens), columns = q.shape[:2], page_table.shape[1]
     cache = Cache(k_pages, v_pages, page_table, k_scale, v_scale)
+    kv_lengths = jnp.clip(kv_lengths, 0, columns * cache.page_size)
     length = kv_lengths if k_new is None else kv_lengths + tokens
     position = last_positions(length, tokens)
     seen = seen_from(call, position, length[:, None], is_causal=True)
@@ -158,7 +160,6 @@ def paged_decode(
         new = Tile(k, v, jnp.arange(tokens, dtype=jnp.int32)[None])
         runs.append(Run(seen.within(kv_lengths[:, None], tokens).per_row(call), tokens, lambda j: new))
 
-    columns = page_table.shape[1]
     in_use = jnp.arange(columns, dtype=jnp.int32)[None] * cache.page_size < kv_lengths[:, None]
     of_pages = [None if x is None else jnp.repeat(x[:, None], columns, axis=1) for x in (k_scale, v_scale)]
     old = page_list((cache.k_pages, cache.v_pages), page_table, in_use, of_pages, tile.block_kv)

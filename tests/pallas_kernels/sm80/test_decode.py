@@ -15,7 +15,7 @@ from dispatch_core.calls import FLOAT8
 from pallas_kernels.sm80.decode import decode, launch_plan
 from pallas_kernels.sm80.paged import paged_decode
 from tests.edge_cases import edge_cases
-from tests.inputs import Case, poisoned, random_case
+from tests.inputs import Case, poisoned, random_case, unclamped
 from tests.interpreting import compiled, covering_sets
 from tests.oracle import inverse_frequencies, per_kv_head
 from tests.tolerance import assert_same_bits, check_case
@@ -100,6 +100,19 @@ def test_edge_case(op: str, name: str) -> None:
 
 def test_fp8_cache_of_odd_head_dims() -> None:
     check(random_case("gqa_decode", 0, ("fp8_cache", "kv_lengths"), dtype="bfloat16", head_dim=17, head_dim_v=9))
+
+
+@pytest.mark.parametrize("features", [(), ("append", "rope")])
+@pytest.mark.parametrize("op", OPS)
+def test_lengths_out_of_range_are_clamped(op: str, features: tuple[str, ...]) -> None:
+    if op == "gqa_decode":
+        features = ("kv_lengths",)
+    case = random_case(op, 3, features, kv_lens=(0, 48, 21), page_size=16, head_dim=16, dtype="float16")
+    a = case.arrays
+    capacity = a["k"].shape[1] if op == "gqa_decode" else a["page_table"].shape[1] * 16
+    case = replace(case, arrays=a | {"kv_lengths": np.asarray([0, capacity, 21], np.int32)})
+    for result, twin in zip(run(case), run(unclamped(case)), strict=True):
+        assert_same_bits(np.asarray(result), np.asarray(twin))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_ops
 from dispatch_core import AttentionCall, Paging, RopeFacts, TileConfig, Window
 from dispatch_core.calls import FLOAT8
 from dispatch_core.tiling import POLICIES, fitting_tile, shape_of
@@ -97,11 +98,21 @@ def other_cases(target: aot.Target) -> dict[str, aot.Case]:
 
 
 def step_cases(target: aot.Target) -> dict[str, aot.Case]:
-    return {"step": aot.Case(STEP.chain(4, device=target.device), jax.eval_shape(STEP.arrays), donate=(0,))}
+    _, one = case(target, page=64)
+    names = ("k_pages", "v_pages", "q", "kv_lengths", "page_table")
+    arrays = {name: array for group in one.args for name, array in group.items() if name in names}
+
+    def call(arrays: dict[str, Any]) -> Any:
+        return jax_ops.gqa_decode_paged(**arrays, device=target.device)
+
+    return {
+        "step": aot.Case(STEP.chain(4, device=target.device), jax.eval_shape(STEP.arrays), donate=(0,)),
+        "call": aot.Case(call, (arrays,)),
+    }
 
 
 def report(target: str, name: str) -> aot.Report:
-    cases = "step_cases" if name == "step" else "few_cases" if name in FEW else "other_cases"
+    cases = "step_cases" if name in ("step", "call") else "few_cases" if name in FEW else "other_cases"
     return aot.compile_cases(target, f"{__name__}:{cases}")[name].ok()
 
 
@@ -164,6 +175,13 @@ def test_steps_of_many_layers_are_one_program_that_neither_copies_the_pool_nor_a
     assert made.temp_bytes < 2**25
     assert not re.search(r" (infeed|outfeed|send|recv)(-done)?\(|[Hh]ost|S\(5\)", made.hlo)
     assert len({k.name for k in made.kernels}) == 2, "the attention, which appends, and the merge"
+
+
+@pytest.mark.parametrize("target", ["h200"])
+def test_a_call_launches_the_attention_and_the_merge_and_nothing_else(target: str) -> None:
+    made = report(target, "call")
+    assert len(re.findall(r" custom-call\(", made.hlo)) == len(made.kernels) == 2
+    assert " fusion(" not in made.hlo
 
 
 @pytest.mark.parametrize("target", [aot.on(t, is_on_both=False) for t in TARGETS])

@@ -9,7 +9,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from dispatch_core import DEVICES, TileConfig
 from pallas_kernels.sm90.decode import decode, paged_decode
-from tests.inputs import Case, poisoned, random_case
+from tests.inputs import Case, poisoned, random_case, unclamped
 from tests.pallas_kernels.sm80 import test_decode as plain
 from tests.tolerance import assert_same_bits, check_case
 
@@ -66,4 +66,15 @@ def test_against_the_oracle(name: str) -> None:
     results = run(case, sm_count)
     check_case(case, *results)
     for result, twin in zip(results[:2], run(poisoned(case), sm_count)[:2], strict=True):
+        assert_same_bits(result, twin)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("op, features", [("gqa_decode", ("kv_lengths",)), ("gqa_decode_paged", ("append", "rope"))])
+def test_lengths_out_of_range_are_clamped(op: str, features: tuple[str, ...]) -> None:
+    case = random_case(op, 3, features, **shape((0, 160, 21), head_dim=64, page_size=16, dtype="bfloat16"))
+    a = case.arrays
+    capacity = a["k"].shape[1] if op == "gqa_decode" else a["page_table"].shape[1] * 16
+    case = replace(case, arrays=a | {"kv_lengths": np.asarray([0, capacity, 21], np.int32)})
+    for result, twin in zip(run(case, 2), run(unclamped(case), 2), strict=True):
         assert_same_bits(result, twin)
