@@ -139,8 +139,10 @@ def normalise(request: Request, arrays: Arrays) -> Arrays:
     for name in limits.keys() & out.keys():
         if not (request.slot.startswith("decode") and out[name].dtype == jnp.int32):
             out[name] = jnp.clip(out[name], 0, limits[name]).astype(jnp.int32)
-        if name.startswith("cu_"):
-            out[name] = lax.cummax(out[name])
+    bounds = [name for name in out if name.startswith("cu_")]
+    if bounds:  # one launch for both
+        rising = lax.cummax(jnp.stack([out[name] for name in bounds]), axis=1)
+        out |= dict(zip(bounds, rising, strict=True))
     for name in ("sinks", "inv_freq"):
         if name in out:
             out[name] = out[name].astype(jnp.float32)

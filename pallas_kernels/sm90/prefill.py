@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dispatch_core.calls import AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.common import prefill_plan, softmax
-from pallas_kernels.common.prefill_plan import Requests, packed_requests, tile_owners
+from pallas_kernels.common.prefill_plan import Requests, packed_requests
 from pallas_kernels.sm80.append import rotated_and_appended
 from pallas_kernels.sm90.blocks import (
     OCTET,
@@ -148,10 +148,14 @@ def packed_plan(call: AttentionCall, tile: TileConfig, q_rows: int, kv_rows: int
     """The plan of q_rows queries and kv_rows keys of all requests together, before which a cache may come."""
     fold = heads_per_tile(call, tile)
     tokens = tile.block_q // fold
-    # Every request, and the rows before the first and after the last one, may begin within an octet and end within a tile.
-    tiles = (q_rows + (call.batch + 2) * (tokens - 1 + OCTET - 1)) // tokens
+    tiles = (q_rows + (call.batch + 2) * _most_added(tokens)) // tokens
     heads, sizes = call.kv_heads, (q_rows, kv_rows, interpret)
     return Plan(call, tile, fold, tiles, heads, heads, *sizes, is_packed=True, has_lengths=True, page_size=page_size)
+
+
+def _most_added(tokens: int) -> int:
+    """Rows that a request's tiles have more than the request, at most: it begins within an octet and ends within a tile."""
+    return OCTET - 1 + tokens - 1
 
 
 def packed_tiles(
@@ -174,7 +178,11 @@ def packed_tiles(
     cached = nothing if cached is None else jnp.concatenate([edge, cached, edge])
     whole = nothing if is_whole is None else jnp.concatenate([edge, is_whole.astype(jnp.int32), edge])
     before, kv_begin = q_row % OCTET, kv_row % OCTET
-    owner, start, is_idle = tile_owners(plan, jnp.where(q_len > 0, before + q_len, 0), cached + kv_len)
+    first = (q_row + jnp.arange(len(q_row), dtype=jnp.int32) * _most_added(plan.tokens)) // plan.tokens  # tile of a request
+    tile = jnp.arange(plan.tiles, dtype=jnp.int32)
+    owner = jnp.sum(first[None, :] <= tile[:, None], axis=1, dtype=jnp.int32) - 1
+    start = (tile - first[owner]) * plan.tokens
+    is_idle = start >= jnp.where(q_len > 0, before + q_len, 0)[owner]
     index = jnp.clip(owner - 1, 0, plan.call.batch - 1)
     octet, token = q_row[owner] // OCTET + start // OCTET, start - before[owner]
     rest = (q_len, kv_row // OCTET, kv_begin, kv_begin + kv_len, cached, whole)
