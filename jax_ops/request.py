@@ -126,7 +126,8 @@ def normalise(request: Request, arrays: Arrays) -> Arrays:
     bounds, float32 scales (batch, kv_heads), sinks and frequencies.
     """
     out = {name: jnp.asarray(arrays[name]) for name in SIGNATURES[request.slot].inputs if name in arrays}
-    if request.slot.startswith("decode"):
+    is_decode = request.slot.startswith("decode")
+    if is_decode:
         for name in ("q", "k_new", "v_new"):
             if name in out and out[name].ndim == 3:
                 out[name] = out[name][:, None]
@@ -137,7 +138,7 @@ def normalise(request: Request, arrays: Arrays) -> Arrays:
     limits = {"q_lengths": tokens, "cu_seqlens": tokens, "cu_seqlens_q": tokens}
     limits |= dict.fromkeys(("kv_lengths", "cache_lengths", "lengths", "cu_seqlens_kv"), keys)
     for name in limits.keys() & out.keys():
-        if not (request.slot.startswith("decode") and out[name].dtype == jnp.int32):
+        if not (is_decode and out[name].dtype == jnp.int32):
             out[name] = jnp.clip(out[name], 0, limits[name]).astype(jnp.int32)
     bounds = [name for name in out if name.startswith("cu_")]
     if bounds:  # one launch for both

@@ -194,7 +194,7 @@ def _split_kernel(refs: Inputs, *outs: Any, p: Problem) -> None:
     k_columns, v_columns = _columns_of(call.head_dim, p.pack), _columns_of(call.v_dim, p.pack)
     q = tuple(_load(refs.q, (w.b, w.token, w.q_head), w.exists, c) for c in k_columns)
     capacity = p.page_size if refs.page_table is None else p.page_size * refs.page_table.shape[1]
-    length = jnp.minimum(jnp.maximum(refs.lengths[w.b], 0), capacity)
+    length = jnp.clip(refs.lengths[w.b], 0, capacity)
     first = length if refs.k_new is not None else length - p.tokens  # position of query token 0
     left = None if call.window is None else call.window.left
     low = jnp.int32(0) if left is None else jnp.maximum(first - left, 0)

@@ -18,6 +18,7 @@ from dispatch_core.calls import FLOAT8, AttentionCall
 from dispatch_core.tiling import TileConfig
 from pallas_kernels.sm80.decode import Inputs, attend
 from pallas_kernels.xla.rope import rotated
+from pallas_kernels.xla.spans import last_positions
 
 
 def paged_decode(
@@ -59,11 +60,9 @@ def paged_decode(
     Returns:
       o (B, Tq, Hq, Dv) in the call's output type, lse float32 (B, Tq, Hq) or None, and with new keys both pools.
     """
-    tokens = q.shape[1]
     if inv_freq is not None:
-        length = jnp.clip(kv_lengths, 0, page_table.shape[1] * k_pages.shape[1])
-        first = length if k_new is not None else length - tokens
-        position = jnp.expand_dims(first, 1) + jnp.arange(tokens, dtype=jnp.int32).reshape(1, tokens)
+        tokens, length = q.shape[1], jnp.clip(kv_lengths, 0, page_table.shape[1] * k_pages.shape[1])
+        position = last_positions(length if k_new is None else length + tokens, tokens)
         q = rotated(q, position, inv_freq, call.rope)
         k_new = None if k_new is None else rotated(k_new, position, inv_freq, call.rope)
     k_stored = None if k_new is None else _stored(k_new, k_scale, k_pages.dtype)

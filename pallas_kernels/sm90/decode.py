@@ -52,6 +52,7 @@ from pallas_kernels.sm90.blocks import (
     weighed,
 )
 from pallas_kernels.xla.rope import rotated
+from pallas_kernels.xla.spans import last_positions
 
 Array = jax.Array
 LANES = 128  # threads of a warpgroup
@@ -151,7 +152,7 @@ class Sequence(NamedTuple):
 
 def _sequence(refs: dict[str, Any], plan: Plan, index: Array) -> Sequence:
     block_kv = jnp.int32(plan.tile.block_kv)
-    length = jnp.minimum(jnp.maximum(refs["lengths"][index], 0), plan.capacity)
+    length = jnp.clip(refs["lengths"][index], 0, plan.capacity)
     position = length if plan.has_new else length - plan.tokens
     low = jnp.int32(0) if plan.left is None else jnp.clip(position - plan.left, 0, jnp.maximum(length - 1, 0))
     begin = lax.div(low, block_kv)
@@ -649,9 +650,9 @@ def paged_decode(
     Arguments and results are those of sm80's `paged_decode`; 16-bit types alone, and no scales.
     """
     (batch, tokens), (num_pages, page_size) = q.shape[:2], k_pages.shape[:2]
-    length = jnp.clip(kv_lengths, 0, page_table.shape[1] * page_size)
-    position = jnp.expand_dims(length - (tokens if k_new is None else 0), 1)
-    position = position + jnp.arange(tokens, dtype=jnp.int32).reshape(1, tokens)
+    capacity = page_table.shape[1] * page_size
+    length = jnp.clip(kv_lengths, 0, capacity)
+    position = last_positions(length if k_new is None else length + tokens, tokens)
     q = rotated(q, position, inv_freq, call.rope)
     arrays = {"q": q, "page_table": page_table, "lengths": kv_lengths, "sinks": sinks}
     pools = ()
@@ -663,5 +664,5 @@ def paged_decode(
         missing = [(0, 0), (0, _octets(tokens) - tokens), (0, 0), (0, 0)]
         arrays |= {"k_new": jnp.pad(k_new, missing), "v_new": jnp.pad(v_new, missing)}
         k_pages, v_pages = pools
-    plan = Plan(call, tile, batch, tokens, page_table.shape[1] * page_size, page_size, num_pages, k_new is not None, interpret)
+    plan = Plan(call, tile, batch, tokens, capacity, page_size, num_pages, k_new is not None, interpret)
     return *_launch(plan, arrays | {"k": k_pages, "v": v_pages}), *pools

@@ -131,7 +131,7 @@ def paged_decode(
       v_pages: (P, page_size, Hkv, Dv).
       page_table: int32 (B, max_pages).
       kv_lengths: live keys, int32 (B,): before the append if there is one, else with the query tokens;
-        clamped to [0, max_pages * page].
+        clamped to [0, max_pages * page_size].
       k_new: keys of the query tokens (B, Tq, Hkv, D), or None where the cache holds them.
       v_new: their values (B, Tq, Hkv, Dv), or None.
       inv_freq: float32 (rotary_dim / 2,), or None for no rotation of q and the new keys.

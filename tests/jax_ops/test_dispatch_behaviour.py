@@ -103,6 +103,17 @@ def test_a_replacement_is_launched_with_the_call_the_tile_and_every_array_of_the
     )
 
 
+def test_a_replacement_of_decode_is_given_lengths_within_the_capacity():
+    def launch(call, tile, *, q, kv_lengths, **arrays):
+        return jnp.broadcast_to(kv_lengths[:, None, None, None], q.shape).astype(q.dtype), None
+
+    kernel = {"gqa_decode_kernel": Kernel("gqa_decode_kernel", ANYTHING, (Build("mine", launch=launch),))}
+    q, k, v = qkv()
+    lengths = jnp.asarray([k.shape[1] + 3, -1], jnp.int32)
+    o = jax_ops.gqa_decode(q[:, 0], k, v, lengths, kernel_map=kernel)
+    assert o[:, 0, 0].tolist() == [k.shape[1], 0]
+
+
 def test_a_replacement_without_a_tile_policy_gets_no_tile():
     record = Recorder()
     jax_ops.gqa_decode(*(x[:, 0] if i == 0 else x for i, x in enumerate(qkv())), kernel_map=record.kernel("gqa_decode_kernel"))

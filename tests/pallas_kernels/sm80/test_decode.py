@@ -102,15 +102,20 @@ def test_fp8_cache_of_odd_head_dims() -> None:
     check(random_case("gqa_decode", 0, ("fp8_cache", "kv_lengths"), dtype="bfloat16", head_dim=17, head_dim_v=9))
 
 
-@pytest.mark.parametrize("features", [(), ("append", "rope")])
-@pytest.mark.parametrize("op", OPS)
-def test_lengths_out_of_range_are_clamped(op: str, features: tuple[str, ...]) -> None:
-    if op == "gqa_decode":
-        features = ("kv_lengths",)
-    case = random_case(op, 3, features, kv_lens=(0, 48, 21), page_size=16, head_dim=16, dtype="float16")
+def extreme_lengths(op: str, features: tuple[str, ...], **pinned: Any) -> Case:
+    """Sequences of no key, of as many as the cache holds, and of 21; pages of 16."""
+    case = random_case(op, 3, features, kv_lens=(0, 48, 21), page_size=16, **pinned)
     a = case.arrays
     capacity = a["k"].shape[1] if op == "gqa_decode" else a["page_table"].shape[1] * 16
-    case = replace(case, arrays=a | {"kv_lengths": np.asarray([0, capacity, 21], np.int32)})
+    return replace(case, arrays=a | {"kv_lengths": np.asarray([0, capacity, 21], np.int32)})
+
+
+EXTREMES = (("gqa_decode", ("kv_lengths",)), ("gqa_decode_paged", ()), ("gqa_decode_paged", ("append", "rope")))
+
+
+@pytest.mark.parametrize("op, features", EXTREMES)
+def test_lengths_out_of_range_are_clamped(op: str, features: tuple[str, ...]) -> None:
+    case = extreme_lengths(op, features, head_dim=16, dtype="float16")
     for result, twin in zip(run(case), run(unclamped(case)), strict=True):
         assert_same_bits(np.asarray(result), np.asarray(twin))
 

@@ -97,22 +97,17 @@ def other_cases(target: aot.Target) -> dict[str, aot.Case]:
     return {name: case(target, **setting)[1] for name, setting in SETTINGS.items() if name not in FEW}
 
 
-def step_cases(target: aot.Target) -> dict[str, aot.Case]:
-    _, one = case(target, page=64)
-    names = ("k_pages", "v_pages", "q", "kv_lengths", "page_table")
-    arrays = {name: array for group in one.args for name, array in group.items() if name in names}
-
-    def call(arrays: dict[str, Any]) -> Any:
-        return jax_ops.gqa_decode_paged(**arrays, device=target.device)
-
+def op_cases(target: aot.Target) -> dict[str, aot.Case]:
+    pools, rest = jax.eval_shape(STEP.arrays)
+    arrays = pools | rest | {"kv_lengths": jax.ShapeDtypeStruct((STEP.batch,), jnp.int32)}
     return {
-        "step": aot.Case(STEP.chain(4, device=target.device), jax.eval_shape(STEP.arrays), donate=(0,)),
-        "call": aot.Case(call, (arrays,)),
+        "step": aot.Case(STEP.chain(4, device=target.device), (pools, rest), donate=(0,)),
+        "call": aot.Case(lambda arrays: jax_ops.gqa_decode_paged(**arrays, device=target.device), (arrays,)),
     }
 
 
 def report(target: str, name: str) -> aot.Report:
-    cases = "step_cases" if name in ("step", "call") else "few_cases" if name in FEW else "other_cases"
+    cases = "few_cases" if name in FEW else "other_cases" if name in SETTINGS else "op_cases"
     return aot.compile_cases(target, f"{__name__}:{cases}")[name].ok()
 
 
