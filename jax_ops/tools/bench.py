@@ -106,7 +106,7 @@ def timed(call: Callable[[dict[str, Any]], Any], work: Workload, sets: list[dict
     """Device seconds of one call, the sets called in turn."""
     program = jax.jit(call)
     warm = timing.WARM_SECONDS["memory" if work.is_decode else "compute"]
-    return timing.device_seconds(lambda: [program(arrays) for arrays in sets], warm_seconds=warm) / len(sets)
+    return timing.device_seconds(lambda: [program(arrays) for arrays in sets], warm_seconds=warm, calls=len(sets))
 
 
 def _line(row: dict[str, Any]) -> str:

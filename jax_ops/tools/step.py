@@ -1,4 +1,4 @@
-"""python -m jax_ops step: decode steps of many layers chained in one program, beside the sum of their kernels' times.
+"""python -m jax_ops step: decode steps of many layers chained in one program, beside the time in which their kernels run.
 
 A step is a `lax.scan` over layers with one pool of pages in its carry: each layer rotates and appends its token and attends
 to its own pages. What a chain takes beyond its kernels is launch gaps, copies of the pool and trips to the host, of which
@@ -88,7 +88,7 @@ class Step:
 
 
 def measure(step: Step, steps: int, runs: int) -> dict[str, Any]:
-    """Seconds of one step: the sum of its kernels' durations, and the time that passes in a chain (medians of `runs`)."""
+    """Seconds of one step: those in which a kernel runs, and those that pass in a chain (over `runs` chains)."""
     program = jax.jit(step.chain(steps), donate_argnums=0)
     pools, rest = step.arrays()
 
@@ -98,7 +98,7 @@ def measure(step: Step, steps: int, runs: int) -> dict[str, Any]:
         return q
 
     chained = timing.elapsed_seconds(once, warm_seconds=timing.WARM_SECONDS["memory"], runs=runs) / steps
-    kernels = timing.device_seconds(once, warm_seconds=0.0, min_runs=runs, seconds=0.0) / steps
+    kernels = timing.busy_seconds(once, runs=runs) / steps
     pool_bytes = sum(pool.nbytes for pool in pools.values())
     return {"layers": step.layers, "pool_bytes": pool_bytes, "chained_seconds": chained, "kernel_seconds": kernels}
 

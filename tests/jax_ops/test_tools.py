@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,11 +234,44 @@ def test_a_measurement_runs_at_least_as_often_as_asked():
     assert len(runs) >= 7
 
 
-def test_a_gpu_run_without_kernels_is_an_error(monkeypatch):
-    silent = SimpleNamespace(measure=lambda run, iterations: lambda: (None, None))
-    monkeypatch.setattr("jax.experimental.mosaic.gpu.profiler", silent, raising=False)
-    with pytest.raises(RuntimeError, match=r"timing: CUPTI saw no kernel; need a run that launches one"):
-        timing._kernel_seconds(lambda: None, 2)
+@dataclass
+class Event:
+    start_ns: float
+    duration_ns: float
+
+
+def trace_of(streams: dict[str, list[Event]]):
+    """A trace as the profiler reads it back, its GPU's plane with these lines."""
+    lines = [SimpleNamespace(name=name, events=events) for name, events in streams.items()]
+    host = SimpleNamespace(name="/host:CPU", lines=[SimpleNamespace(name="Stream of the host", events=[Event(0, 9e9)])])
+    return SimpleNamespace(planes=[host, SimpleNamespace(name="/device:GPU:0", lines=lines)])
+
+
+def test_the_kernels_of_a_trace_are_what_the_gpus_streams_ran(monkeypatch):
+    streams = {
+        "Stream #14(Compute)": [Event(4000, 1000), Event(1000, 2000)],
+        "Stream #15": [Event(2000, 500)],
+        "XLA Ops": [Event(0, 9000)],
+    }
+    monkeypatch.setattr(jax.profiler.ProfileData, "from_file", lambda path: trace_of(streams))
+    runs = []
+    kernels = timing.kernels(lambda: runs.append(1) or jnp.zeros(()), 3)
+    assert len(runs) == 3
+    np.testing.assert_allclose(kernels, [(1e-6, 3e-6), (2e-6, 2.5e-6), (4e-6, 5e-6)])
+
+
+def test_a_span_goes_from_the_first_start_to_the_last_end():
+    overlapped, apart = [(0.0, 5.0), (1.0, 4.0)], [(10.0, 11.0), (13.0, 14.0)]
+    assert timing.spans(overlapped + apart, 2) == [5.0, 4.0]
+    assert timing.busy(overlapped + apart) == 7.0
+    assert timing.busy([(0.0, 2.0), (1.0, 4.0), (3.0, 3.5)]) == 4.0
+
+
+@pytest.mark.parametrize("seen", [0, 3])
+def test_a_trace_that_does_not_divide_into_calls_is_an_error(seen):
+    message = rf"timing: the profiler saw {seen} kernels in 2 calls; need the same number, one or more, in each"
+    with pytest.raises(RuntimeError, match=message):
+        timing.spans([(float(n), n + 1.0) for n in range(seen)], 2)
 
 
 # ---- tune
