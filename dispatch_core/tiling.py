@@ -149,9 +149,10 @@ def mosaic_prefill_bytes(tile: TileConfig, shape: Shape) -> int:
 
 
 def mosaic_decode_bytes(tile: TileConfig, shape: Shape) -> int:
-    """Q once, a float32 O, a ring of K and V tiles, and 4 KiB for barriers, lse and Mosaic."""
+    """Q once, a float32 O of each consumer, a ring of K and V tiles, and 4 KiB for barriers, lse and Mosaic."""
     ring = tile.num_stages * tile.block_kv * (shape.head_dim + shape.v_dim)
-    return (tile.block_q * shape.head_dim + ring) * shape.q_bytes + tile.block_q * shape.v_dim * 4 + 4 * KIB
+    o = tile.num_warpgroups * tile.block_q * shape.v_dim
+    return (tile.block_q * shape.head_dim + ring) * shape.q_bytes + o * 4 + 4 * KIB
 
 
 def staged_bytes(tile: TileConfig, shape: Shape) -> int:
@@ -315,7 +316,7 @@ _SM80_DECODE = Policy(
     max_splits=MAX_SPLITS,
 )
 
-_FULL_RING = "derived: the longest ring of 32 KiB tiles beside the queries and the float32 output"
+_FULL_RING = "derived: the longest ring of 32 KiB tiles, an even number, beside the queries and the float32 outputs"
 
 _SM90_DECODE = Policy(
     shared_bytes=mosaic_decode_bytes,
@@ -324,8 +325,8 @@ _SM90_DECODE = Policy(
             90,
             227 * KIB,
             (
-                Row(2, 64, TileConfig(64, 128, num_stages=6), _FULL_RING),
-                Row(2, 128, TileConfig(64, 64, num_stages=5), _FULL_RING),
+                Row(2, 64, TileConfig(64, 128, num_warpgroups=2, num_stages=4), _FULL_RING),
+                Row(2, 128, TileConfig(64, 64, num_warpgroups=2, num_stages=4), _FULL_RING),
             ),
         ),
     ),

@@ -26,7 +26,16 @@ OCTET = 8  # rows of swizzled memory that belong together
 # Where top * scale passes 2**29, exp2 of a rounded product minus another is no longer near 1 at the maximum itself, and
 # overflows from 2**31 on. Scores that differ at all still differ by 2**5 or more: their weights are 0 and 1 either way.
 STEEPEST = 127 + 28  # as float32 stores the exponent
+REGISTERS = 65536 // 128  # of a multiprocessor, by the threads of a warpgroup
 LAG = 8.0  # of a row's base behind its maximum, in powers of two: weights stay below 2**8, and the sums are seldom rescaled
+
+
+def registers(consumers: int, producer: int) -> tuple[int, int]:
+    """A thread's, of a consumer and of a producer that needs so many: by what a launch is given."""
+    threads = consumers + 1
+    everyone = REGISTERS // threads // 8 * 8 * threads
+    consumer = min(240, (everyone - producer) // consumers // 8 * 8)
+    return consumer, min(40, everyone - consumer * consumers)
 
 
 def by_row(x: Array, like: Array) -> Array:

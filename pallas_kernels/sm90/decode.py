@@ -7,7 +7,8 @@ o[b, t, h] = sum_j softmax_j(scale * q[b, t, h] . k[b, j, h // G]) v[b, j, h // 
 What makes it fast:
 
 - The G query heads of a KV head, times the query tokens, are rows of one warpgroup's products: K and V are read once.
-- One warpgroup only copies: TMA keeps a ring of K and V tiles full, across the ends of sequences too.
+- One warpgroup only copies: TMA keeps a ring of K and V tiles full, across the ends of sequences too. The others take its
+  tiles in turn, each with a softmax of its own, so that one multiplies while another waits or exponentiates.
 - The tiles that the batch really has, end to end over all sequences, are divided among the programs in equal shares: no
   program waits for a long sequence. Programs of the KV heads take the same shares side by side, and read whole rows.
 - A second kernel merges what the shares of a sequence found, in order. It is launched while the first still runs
@@ -44,6 +45,7 @@ from pallas_kernels.sm90.blocks import (
     by_row,
     is_paged,
     keep_rows,
+    registers,
     rescaled,
     score_scale,
     scored,
@@ -57,6 +59,7 @@ from pallas_kernels.xla.spans import last_positions
 Array = jax.Array
 LANES = 128  # threads of a warpgroup
 STRIDED = plgpu.Layout.WG_STRIDED((LANES,), 1)
+PRODUCER_REGISTERS = 40
 TOGETHER = 16  # sequences, or parts, whose loads are under way at once
 
 
@@ -66,7 +69,7 @@ class Plan:
 
     Attributes:
       call: the facts.
-      tile: block_q rows of the products, block_kv keys, num_stages tiles of K and of V in flight.
+      tile: block_q rows of the products, block_kv keys, num_stages tiles of K and of V in flight, num_warpgroups that multiply.
       batch, tokens: sequences, and query tokens of each.
       capacity: keys that a sequence can hold.
       page_size, num_pages: of the pools; 0 for a contiguous cache.
@@ -89,6 +92,20 @@ class Plan:
             raise ValueError(
                 f"sm90 decode: {self.tile}; need block_q of 64, that the query rows fit, and block_kv in whole 64s."
             )
+        if self.tile.num_stages % self.consumers:
+            raise ValueError(
+                f"sm90 decode: {self.tile}; need num_stages in whole {self.consumers}s, a slot's reader being one."
+            )
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.tile.num_warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of a consumer and of the producer."""
+        return registers(self.consumers, PRODUCER_REGISTERS)
 
     @property
     def heads(self) -> int:
@@ -102,13 +119,13 @@ class Plan:
 
     @property
     def shares(self) -> int:
-        """Programs among which the tiles of a KV head are divided."""
+        """Programs among which the tiles of a KV head are divided, where there are as many."""
         most = self.batch * pl.cdiv(self.capacity, self.tile.block_kv)
         return max(1, min(self.call.device.sm_count // self.heads, most))
 
     @property
     def parts(self) -> int:
-        """Partial results of a KV head: each sequence has a first one, and each share may begin within a sequence."""
+        """Partial results of a KV head and a consumer: each sequence has a first one, and each share may begin within one."""
         return self.batch + self.shares
 
     @property
@@ -174,9 +191,10 @@ def _scan[Carry](refs: dict[str, Any], plan: Plan, visit: Callable[[Carry, Array
     return lax.fori_loop(0, pl.cdiv(plan.batch, width), some, carry)
 
 
-def _all_tiles(refs: dict[str, Any], plan: Plan) -> Array:
-    """How many KV tiles the batch has."""
-    return _scan(refs, plan, lambda total, count: total + count, jnp.int32(0))
+def _totals(refs: dict[str, Any], plan: Plan) -> tuple[Array, Array]:
+    """How many KV tiles the batch has, and the shares they are divided in: none is empty."""
+    tiles = _scan(refs, plan, lambda total, count: total + count, jnp.int32(0))
+    return tiles, jnp.minimum(tiles, plan.shares)
 
 
 class Place(NamedTuple):
@@ -212,8 +230,8 @@ class Share(NamedTuple):
 
 def _share(refs: dict[str, Any], plan: Plan) -> Share:
     program, heads = lax.axis_index("program"), jnp.int32(plan.heads)
-    number, tiles = lax.div(program, heads), _all_tiles(refs, plan)
-    start, stop = (lax.div(x * tiles, jnp.int32(plan.shares)) for x in (number, number + 1))
+    number, (tiles, shares) = lax.div(program, heads), _totals(refs, plan)
+    start, stop = (lax.div(jnp.minimum(x, shares) * tiles, shares) for x in (number, number + 1))
     first = _place(refs, plan, start)
     last = _place(refs, plan, jnp.maximum(stop - 1, start))
     return Share(lax.rem(program, heads), number, start, stop, first, jnp.where(start < stop, last.index - first.index + 1, 0))
@@ -351,9 +369,10 @@ class State(NamedTuple):
     sums: Array
 
 
-def _consume(refs: dict[str, Any], parts: dict[str, Any], ring: Ring, plan: Plan, share: Share) -> None:
-    """Attends the share's sequences."""
+def _consume(refs: dict[str, Any], parts: dict[str, Any], ring: Ring, plan: Plan, share: Share, consumer: Array) -> None:
+    """Attends the share's sequences, to the tiles in the slots of the ring that are this consumer's."""
     call, block_kv, stages, dtype = plan.call, plan.tile.block_kv, plan.tile.num_stages, refs["q"].dtype
+    consumers = plan.consumers
     scale = score_scale(call)
     token = lax.div(
         plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1)),
@@ -400,7 +419,11 @@ def _consume(refs: dict[str, Any], parts: dict[str, Any], ring: Ring, plan: Plan
             plgpu.barrier_arrive(ring.v_free.at[slot])
             return State(top, total, sums)
 
-        def cached(tile: Array, state: State) -> State:
+        # The first tile in a slot of this consumer's.
+        own = stretch.first + lax.rem(consumer + (consumers - 1) * used, jnp.int32(consumers))
+
+        def cached(number: Array, state: State) -> State:
+            tile = own + number * consumers
             slot, key = lax.rem(used + tile - stretch.first, jnp.int32(stages)), tile * block_kv
             is_plain, pages = key + block_kv <= jnp.minimum(length, position + 1), None
             if plan.left is not None:
@@ -420,10 +443,12 @@ def _consume(refs: dict[str, Any], parts: dict[str, Any], ring: Ring, plan: Plan
             plgpu.layout_cast(jnp.zeros((ROWS, OCTET), jnp.float32), WGMMA),
             plgpu.layout_cast(jnp.zeros((ROWS, call.v_dim), jnp.float32), WGMMA),
         )
-        state = lax.fori_loop(stretch.first, stretch.stop, cached, state)
+        count = jnp.maximum(lax.div(stretch.stop - own + (consumers - 1), jnp.int32(consumers)), 0)
+        state = lax.fori_loop(0, count, cached, state)
         if plan.has_new:
-            state = lax.cond(stretch.is_end, new, lambda state: state, state)
-        _write(parts, ring, plan, share, stretch, state, scale)
+            is_own = lax.rem(used + stretch.stop - stretch.first, jnp.int32(consumers)) == consumer
+            state = lax.cond(stretch.is_end & is_own, new, lambda state: state, state)
+        _write(parts, ring, plan, share, stretch, consumer, state, scale)
         return used + stretch.tiles(plan)
 
     _each_stretch(refs, plan, share, attend, jnp.int32(0))
@@ -444,18 +469,28 @@ def _products(plan: Plan, q: Array, k: Any) -> Array:
     return pl.run_scoped(multiplied, plgpu.ACC((ROWS, plan.tile.block_kv), jnp.float32))
 
 
-def _write(parts: dict[str, Any], ring: Ring, plan: Plan, share: Share, stretch: Stretch, state: State, scale: float) -> None:
-    """Writes what a stretch found: the mean of the values, and the log-sum-exp in base 2."""
+def _write(
+    parts: dict[str, Any],
+    ring: Ring,
+    plan: Plan,
+    share: Share,
+    stretch: Stretch,
+    consumer: Array,
+    state: State,
+    scale: float,
+) -> None:
+    """Writes what a consumer found in a stretch: the mean of the values, and the log-sum-exp in base 2."""
     total = jnp.sum(state.total, axis=1)
     is_empty = total == 0
     o = jnp.where(by_row(is_empty, state.sums), 0.0, state.sums * by_row(1.0 / total, state.sums))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    ring.o[...] = o
-    ring.lse[...] = jnp.where(is_empty, -jnp.inf, state.top * scale + jnp.log2(total))
+    own_o, own_lse = ring.o.at[consumer], ring.lse.at[consumer]
+    own_o[...] = o
+    own_lse[...] = jnp.where(is_empty, -jnp.inf, state.top * scale + jnp.log2(total))
     plgpu.commit_smem()
-    part = jnp.where(stretch.is_start, stretch.index, plan.batch + share.number)
-    plgpu.copy_smem_to_gmem(ring.o.at[pl.ds(0, plan.rows)], parts["o"].at[part, share.head])
-    plgpu.copy_smem_to_gmem(ring.lse, parts["lse"].at[part, share.head])
+    part = jnp.where(stretch.is_start, stretch.index, plan.batch + share.number) * plan.consumers + consumer
+    plgpu.copy_smem_to_gmem(own_o.at[pl.ds(0, plan.rows)], parts["o"].at[part, share.head])
+    plgpu.copy_smem_to_gmem(own_lse, parts["lse"].at[part, share.head])
 
 
 def _attend_kernel(refs: dict[str, Any], parts: dict[str, Any], plan: Plan, **memory: Any) -> None:
@@ -463,9 +498,19 @@ def _attend_kernel(refs: dict[str, Any], parts: dict[str, Any], plan: Plan, **me
     if not plan.interpret:
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
-    share = _share(refs, plan)
-    pl.when(lax.axis_index("wg") == 0)(lambda: _consume(refs, parts, ring, plan, share))
-    pl.when(lax.axis_index("wg") == 1)(lambda: _produce(refs, ring, plan, share))
+    share, warpgroup = _share(refs, plan), lax.axis_index("wg")
+
+    @pl.when(warpgroup == plan.consumers)
+    def _() -> None:
+        if plan.consumers > 1:
+            plgpu.set_max_registers(plan.registers[1], action="decrease")
+        _produce(refs, ring, plan, share)
+
+    @pl.when(warpgroup < plan.consumers)
+    def _() -> None:
+        if plan.consumers > 1:
+            plgpu.set_max_registers(plan.registers[0], action="increase")
+        _consume(refs, parts, ring, plan, share, warpgroup)
 
 
 def _merge_kernel(refs: dict[str, Any], out: dict[str, Any], plan: Plan) -> None:
@@ -482,11 +527,11 @@ def _merge_kernel(refs: dict[str, Any], out: dict[str, Any], plan: Plan) -> None
         return number + 1, total + jnp.where(number < index, count, 0)
 
     zero = jnp.int32(0)
-    tiles, shares = _all_tiles(refs, plan), jnp.int32(plan.shares)
+    tiles, shares = _totals(refs, plan)
     start = _scan(refs, plan, before, (zero, zero))[1]
     stop = start + _sequence(refs, plan, index).tiles
     first, last = (lax.div((tile + 1) * shares - 1, tiles) for tile in (start, stop - 1))  # the shares that hold these tiles
-    count = last - first + 1
+    count = (last - first + 1) * plan.consumers
     if not plan.interpret:
         plgpu.griddepcontrol_wait()
     lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=STRIDED)
@@ -502,7 +547,8 @@ def _merge_kernel(refs: dict[str, Any], out: dict[str, Any], plan: Plan) -> None
         top, total, sums = carry
         numbers = [i * TOGETHER + j for j in range(TOGETHER)]
         written = [jnp.minimum(n, count - 1) for n in numbers]  # elsewhere may be NaN, and 0 * NaN is NaN
-        parts = [jnp.where(n == 0, index, plan.batch + first + n) for n in written]
+        shares = [(lax.div(n, jnp.int32(plan.consumers)), lax.rem(n, jnp.int32(plan.consumers))) for n in written]
+        parts = [jnp.where(n == 0, index, plan.batch + first + n) * plan.consumers + consumer for n, consumer in shares]
         values = [plgpu.load(refs["o"].at[part, head, block], layout=STRIDED) for part in parts]
         lses = [
             over_columns([jnp.where(n < count, refs["lse"][part, head, block * width + r], -jnp.inf) for r in range(width)])
@@ -564,10 +610,10 @@ def _launch(plan: Plan, arrays: dict[str, Array | None]) -> tuple[Array, Array |
         "q": plgpu.SMEM((ROWS, call.head_dim), dtype),
         "k": tiled(stages, tile.block_kv, call.head_dim),
         "v": tiled(stages, tile.block_kv, call.v_dim),
-        "o": plgpu.SMEM((ROWS, call.v_dim), jnp.float32),
-        "lse": plgpu.SMEM((ROWS,), jnp.float32),
+        "o": plgpu.SMEM((plan.consumers, ROWS, call.v_dim), jnp.float32),
+        "lse": plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=plan.tokens),
-        "q_free": plgpu.Barrier(),
+        "q_free": plgpu.Barrier(num_arrivals=plan.consumers),
         "k_ready": plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=stages),
         "k_free": plgpu.Barrier(num_barriers=stages),
         "v_ready": plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=stages),
@@ -577,7 +623,7 @@ def _launch(plan: Plan, arrays: dict[str, Array | None]) -> tuple[Array, Array |
     def attend(refs: dict[str, Any], parts: dict[str, Any]) -> None:
         pl.run_scoped(functools.partial(_attend_kernel, refs, parts, plan), collective_axes="wg", **memory)
 
-    heads, rows = (plan.parts, plan.heads), plan.rows
+    heads, rows = (plan.parts * plan.consumers, plan.heads), plan.rows
     parts = _kernel(
         plan,
         attend,
@@ -587,7 +633,7 @@ def _launch(plan: Plan, arrays: dict[str, Array | None]) -> tuple[Array, Array |
             "lse": jax.ShapeDtypeStruct((*heads, ROWS), jnp.float32),
         },
         grid=(plan.shares * plan.heads,),
-        num_threads=2,
+        num_threads=plan.consumers + 1,
         thread_name="wg",
         kernel_name="gqa_decode",
     )

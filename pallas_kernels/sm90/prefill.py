@@ -46,6 +46,7 @@ from pallas_kernels.sm90.blocks import (
     by_row,
     is_paged,
     keep_rows,
+    registers,
     rescaled,
     score_scale,
     scored,
@@ -55,7 +56,6 @@ from pallas_kernels.sm90.blocks import (
 )
 
 Array = jax.Array
-REGISTERS = 65536 // 128  # of a multiprocessor, by the threads of a warpgroup
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,7 @@ class Plan(prefill_plan.Plan):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of a consumer and of the producer, which needs more where it zeroes rows."""
-        threads = self.consumers + 1
-        everyone = REGISTERS // threads // 8 * 8 * threads  # what a launch is given
-        consumer = min(240, (everyone - (32 if self.has_lengths else 24)) // self.consumers // 8 * 8)
-        return consumer, min(40, everyone - consumer * self.consumers)
+        return registers(self.consumers, 32 if self.has_lengths else 24)
 
     @property
     def takes_turns(self) -> bool:

@@ -16,7 +16,8 @@ from tests.tolerance import assert_same_bits, check_case
 # Poison in keys that no row sees: their scores are masked after the product.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 
-TILE = TileConfig(64, 64, num_stages=2)
+TILE = TileConfig(64, 64, num_warpgroups=2, num_stages=2)
+ALONE = TileConfig(64, 64, num_stages=3)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,7 @@ def shape(kv: tuple[int, ...], kv_heads: int = 1, group: int = 4, head_dim: int 
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], int]] = {
     "one_tile": ("gqa_decode", (), shape((8,)), 3),
     "one_sequence_in_many_shares": ("gqa_decode", (), shape((1336,), kv_heads=2, head_dim=64), 44),
+    "fewer_tiles_than_shares": ("gqa_decode", ("kv_lengths", "sinks"), shape((640, 65, 0)), 22),
     "ragged": ("gqa_decode", ("kv_lengths", "sinks"), shape((200, 0, 70, 129, 136), kv_heads=2), 6),
     "more_sequences_than_are_looked_up_at_once": ("gqa_decode", ("kv_lengths",), shape((24,) * 18, head_dim=64), 5),
     "tokens": ("gqa_decode", ("tokens", "softcap", "window_left"), shape((160, 72), group=3, dtype="float16"), 2),
@@ -67,6 +69,13 @@ def test_against_the_oracle(name: str) -> None:
     check_case(case, *results)
     for result, twin in zip(results[:2], run(poisoned(case), sm_count)[:2], strict=True):
         assert_same_bits(result, twin)
+
+
+@pytest.mark.newest_jax
+def test_one_warpgroup_alone() -> None:
+    op, features, pinned, sm_count = CASES["ragged"]
+    case = random_case(op, 0, features, **{"dtype": "bfloat16"} | pinned)
+    check_case(case, *run(case, sm_count, ALONE))
 
 
 @pytest.mark.newest_jax
